@@ -105,9 +105,7 @@ def speedup(baseline, arm):
 def tau(rows):
     """Mean committed tokens per cycle: pooled over cycles, and the mean of per-prompt means; None without cycles."""
     by_prompt = group(rows, "prompt")
-    counts = {
-        id: [count for row in some for count in row["committed_per_cycle"]] for id, some in by_prompt.items()
-    }
+    counts = {id: [count for row in some for count in row["committed_per_cycle"]] for id, some in by_prompt.items()}
     means = [sum(some) / len(some) for some in counts.values() if some]
     if not means:
         return None
