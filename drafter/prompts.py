@@ -1,0 +1,124 @@
+"""Prompts for the target to answer: read from files, or drawn from templates.
+
+A template file is YAML:
+    slots:     {name: [text]}                                  fillings that every family may use
+    families:  {name: {weight, phrasings: [text with {slot}], slots}}   one kind of request and its own fillings
+"""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+
+import numpy as np
+import yaml
+
+from drafter import rng
+from drafter.corpus import records
+from kernels.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One conversation to be answered: `messages` end in a user turn, `source` names the file they came from."""
+
+    messages: tuple
+    source: str
+
+    @property
+    def id(self):
+        """A digest of the messages: the same prompt has the same id in every run."""
+        return hashlib.sha256(json.dumps(self.messages, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def text(self):
+        """The last user turn."""
+        return self.messages[-1]["content"]
+
+
+def read_prompts(path, *, system=None, seed=0, count=None):
+    """The prompts of one file: JSONL (`turns`, `prompt` or `question`; plain or .gz), .txt (one a line) or .yaml.
+
+    Only the first turn of `turns` is used, since the later ones answer replies that are not given. A .yaml file holds
+    templates, of which `count` prompts are drawn by `seed` (see `expand`).
+    """
+    path = pathlib.Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: prompt file not found; give a .jsonl, .txt or .yaml file")
+    if path.suffix in (".yaml", ".yml"):
+        texts = expand(read_templates(path), seed, count)
+    elif path.suffix == ".txt":
+        texts = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    else:
+        texts = [turns(path, number, record)[0] for number, record in records(path)]
+    if not texts:
+        raise UserError(f"{path}: no prompts found; expected at least one")
+    lead = [{"role": "system", "content": system}] if system else []
+    return [Prompt((*lead, {"role": "user", "content": text}), path.name.split(".")[0]) for text in texts]
+
+
+def turns(path, number, record):
+    """The user turns of one JSONL record."""
+    found = record.get("turns") or [record.get("prompt") or record.get("question")]
+    if not isinstance(found, list) or not all(isinstance(turn, str) and turn.strip() for turn in found):
+        raise UserError(f"{path} line {number}: no prompt found; expected `turns`, `prompt` or `question` with text")
+    return found
+
+
+def read_turns(path):
+    """Every user turn of a JSONL prompt file: what an evaluation set holds out."""
+    return [turn for number, record in records(path) for turn in turns(path, number, record)]
+
+
+def read_templates(path):
+    """The decoded YAML of a template file."""
+    try:
+        content = yaml.safe_load(pathlib.Path(path).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(content, dict) or not isinstance(content.get("families"), dict):
+        raise UserError(f"{path}: found no `families`; expected families of `phrasings` and shared `slots`")
+    return content
+
+
+def expand(templates, seed, count):
+    """`count` different prompts drawn from templates, the same for the same seed.
+
+    templates: {"slots": {name: [text]}, "families": {name: {"weight", "phrasings": [text with {slot}], "slots"}}};
+    a family's own slots come before the shared ones. Families take turns by weight, phrasings and fillings are drawn
+    evenly. Raises UserError when the templates cannot make that many different prompts.
+    """
+    if count is None or count < 1:
+        raise UserError(f"prompts from templates: found count={count}, expected at least 1; give --count")
+    draw = rng.numpy_rng(seed, "prompts", 0)
+    families = list(templates["families"].values())
+    weights = np.array([family.get("weight", 1) for family in families], dtype=np.float64)
+    chosen, tries = {}, 0  # a dict keeps the order drawn and refuses a second copy
+    while len(chosen) < count:
+        tries += 1
+        if tries > 50 * count:
+            raise UserError(f"prompts from templates: found {len(chosen)} different ones, expected {count}; lower --count")
+        family = families[draw.choice(len(families), p=weights / weights.sum())]
+        chosen[fill(family, templates.get("slots", {}), draw)] = None
+    return list(chosen)
+
+
+def fill(family, shared, draw):
+    """One phrasing of a family with its slots filled."""
+    slots = shared | family.get("slots", {})
+    text = family["phrasings"][draw.integers(len(family["phrasings"]))]
+    for name, values in slots.items():
+        if "{" + name + "}" in text:
+            text = text.replace("{" + name + "}", str(values[draw.integers(len(values))]).strip())
+    return text.strip()
+
+
+def normalise(text):
+    """Text as it is compared with evaluation prompts: case and white space do not count."""
+    return " ".join(text.casefold().split())
+
+
+def sample(prompts, limit, seed):
+    """At most `limit` prompts in an order drawn by `seed`; a larger limit only adds to a smaller one's."""
+    shuffled = sorted(prompts, key=lambda prompt: hashlib.sha256(f"{seed}:{prompt.id}".encode()).digest())
+    return shuffled[:limit]
