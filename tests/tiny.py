@@ -1,0 +1,126 @@
+"""Small random targets that are real: a folder with config, weights and tokenizer, as mlx-lm and transformers load it.
+
+Every dimension differs, so a transposed axis cannot go unseen; head dimension 32 and widths divisible by 32 let the
+caches and the weights be quantised. Weights are wide enough that greedy text varies (tests assert it).
+"""
+
+import functools
+import hashlib
+import importlib
+import json
+import math
+import pathlib
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+VOCABULARY = 311
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>", "<|spare|>"]
+TEXT = [
+    "the river ran past the old mill and the mill stood by the river while the miller counted sacks of grain",
+    "def add(first, second):\n    return first + second\n\nprint(add(1, 2))\n",
+    "a small model may write small words, and then the other words after them, and the rest of the words there",
+]
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+SHAPES = {
+    "llama": {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    "qwen2": {"num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1},
+    "qwen3": {"num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32},
+    "gemma3_text": {
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "query_pre_attn_scalar": 32, "sliding_window": 11, "sliding_window_pattern": 3, "rope_local_base_freq": 1e4,
+    },
+}  # fmt: skip
+ARCHITECTURE = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+
+
+def folder(kind, tmp, *, seed=1, chat_template=False, gain=2.0, **overrides):
+    """Write a random target of `kind` below `tmp` once and return its folder.
+
+    kind       llama, qwen2, qwen3 or gemma3_text (sliding window 11, shorter than any prompt worth testing)
+    seed       of the weights
+    gain       standard deviation of a projection is gain / sqrt(inputs)
+    overrides  keys of config.json
+    """
+    config = configuration(kind, **overrides)
+    name = hashlib.sha256(json.dumps([config, seed, chat_template, gain], sort_keys=True).encode()).hexdigest()[:12]
+    path = pathlib.Path(tmp) / f"{kind}-{name}"
+    if not (path / "model.safetensors").exists():
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.json").write_text(json.dumps(config, indent=2))
+        write_tokenizer(path, chat_template)
+        mx.save_safetensors(str(path / "model.safetensors"), weights(config, seed, gain), {"format": "mlx"})
+    return path
+
+
+def configuration(kind, **overrides):
+    """The config.json of a small target of `kind`."""
+    return {
+        "model_type": kind,
+        "architectures": [ARCHITECTURE[kind]],
+        "hidden_size": 96,
+        "intermediate_size": 160,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": False,
+        "bos_token_id": SPECIAL.index("<|endoftext|>"),
+        "eos_token_id": SPECIAL.index("<|im_end|>"),
+        **SHAPES[kind],
+        **overrides,
+    }
+
+
+def weights(config, seed, gain):
+    """Random float32 parameters {name: array} under the names of mlx-lm's own model of this config."""
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    shapes = tree_flatten(module.Model(module.ModelArgs.from_dict(config)).parameters())
+    keys = mx.random.split(mx.random.key(seed), len(shapes))
+    return {name: draw(value.shape, key, gain) for (name, value), key in zip(shapes, keys, strict=True)}
+
+
+def draw(shape, key, gain):
+    """One parameter: norm weights and biases small around their neutral value, matrices gain / sqrt(inputs)."""
+    if len(shape) == 1:
+        return 0.3 * mx.random.normal(shape, key=key) + 0.8
+    return gain / math.sqrt(shape[-1]) * mx.random.normal(shape, key=key)
+
+
+@functools.cache
+def tokenizer():
+    """A byte-level BPE of VOCABULARY ids, special tokens first, trained on the few lines above."""
+    built = Tokenizer(models.BPE())
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    built.train_from_iterator(TEXT, trainer)
+    assert built.get_vocab_size() == VOCABULARY, built.get_vocab_size()
+    return built
+
+
+def write_tokenizer(path, chat_template=False):
+    """The tokenizer's files as transformers reads them."""
+    tokenizer().save(str(path / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|pad|>",
+        "clean_up_tokenization_spaces": False,
+        **({"chat_template": TEMPLATE} if chat_template else {}),
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
