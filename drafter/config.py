@@ -1,0 +1,227 @@
+"""Typed configuration behind configs/: the only home of a default.
+
+`compose` merges configs/ (Hydra groups target, drafter, data, loss, optimizer, trainer, tracking, experiment) with
+overrides as typed on a command line, and checks every key and type against the dataclasses here.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import pathlib
+import re
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from kernels.errors import UserError
+
+CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
+
+
+@dataclasses.dataclass
+class TargetConfig:
+    """The frozen model: a shipped name, a folder, a .gguf file, a `pypi:` source or a hub id with @revision."""
+
+    source: str = MISSING
+    revision: str | None = None
+    dtype: str | None = None  # float32 | bfloat16 | float16; None: float32 on CPU, bfloat16 elsewhere
+
+
+@dataclasses.dataclass
+class DrafterConfig:
+    """The full drafter's shape; None means as the target is."""
+
+    num_hidden_layers: int = 5
+    block_size: int = 16
+    num_taps: int | None = None  # None: as many as layers
+    target_layer_ids: list[int] | None = None  # None: spread evenly
+    intermediate_size: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rope_theta: float | None = None
+    mask_token_id: int | None = None  # None: a spare id of the tokenizer, chosen and recorded
+    layer_types: list[str] | None = None  # full_attention | sliding_attention, one a layer
+    sliding_window: int = 2048
+    is_causal: bool | None = None  # None: sliding layers are causal inside the block, full ones are not
+
+
+@dataclasses.dataclass
+class DataConfig:
+    """What is trained on: `kind` synthesis (answers the target wrote), text (plain files) or dataset (a `datasets` name)."""
+
+    kind: str = "synthesis"
+    sources: list[str] = dataclasses.field(default_factory=list)
+    split: str = "train"  # of a dataset
+    column: str = "text"  # of a dataset
+    row_tokens: int = 512
+    validation_fraction: float = 0.05
+    max_documents: int | None = None
+    allow_target_mismatch: bool = False
+
+
+@dataclasses.dataclass
+class LossConfig:
+    """The loss of each supervised slot, and the decay length γ of the slots' weights (None: the paper's for B)."""
+
+    name: str = "cross_entropy"
+    gamma: float | None = None
+    rows_per_chunk: int = 1024  # block rows scored at a time; bounds memory at rows × vocabulary
+
+
+@dataclasses.dataclass
+class OptimizerConfig:
+    """AdamW with warm-up and cosine decay to zero (DFlash, appendix A.1)."""
+
+    learning_rate: float = 6e-4
+    warmup_fraction: float = 0.04
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.0
+    max_gradient_norm: float = 1.0
+
+
+@dataclasses.dataclass
+class TrainerConfig:
+    """The loop: how long, how much at a time, and how often it looks and saves."""
+
+    steps: int = 1000
+    rows_per_step: int = 8
+    anchors_per_document: int = 32
+    seed: int = 0
+    validate_every: int = 200
+    validation_rows: int = 16
+    walk_documents: int = 16  # held-out documents on which walked tau is measured
+    walk_tokens: int = 128  # answer tokens of each that are walked: the cap stated with that tau
+    save_every: int = 500
+    keep: int = 2  # steps kept besides the best
+
+
+@dataclasses.dataclass
+class TrackingConfig:
+    """Weights & Biases, when asked for; offline unless WANDB_API_KEY is set. JSONL metrics are always written."""
+
+    wandb: bool = False
+    project: str = "foredraft"
+
+
+@dataclasses.dataclass
+class Config:
+    """One training run, whole."""
+
+    name: str = MISSING
+    run: str | None = None  # the run's folder under runs/NAME; None: its date and time
+    out: str = "runs"
+    resume: str = "never"  # never | auto: continue the run's newest whole step
+    init_from: str | None = None  # warm start from this drafter's weights
+    target: TargetConfig = dataclasses.field(default_factory=TargetConfig)
+    drafter: DrafterConfig = dataclasses.field(default_factory=DrafterConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    loss: LossConfig = dataclasses.field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
+    tracking: TrackingConfig = dataclasses.field(default_factory=TrackingConfig)
+
+
+NOT_TRAINING = ("run", "out", "resume", "tracking")  # keys that leave the trained weights as they are
+
+
+def compose(overrides):
+    """The Config of command-line overrides such as ["+experiment=quickstart", "trainer.steps=50"].
+
+    Raises UserError for an unknown experiment, group, key or a value of the wrong type, naming the nearest.
+    """
+    for override in overrides:
+        check_override(override)
+    try:
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            composed = hydra_compose("config", overrides)
+        merged = OmegaConf.merge(OmegaConf.structured(Config), composed)
+        missing = sorted(OmegaConf.missing_keys(merged))
+        if missing:
+            raise UserError(f"configuration lacks {', '.join(missing)}; add it, for example {missing[0]}=VALUE")
+        config = OmegaConf.to_object(merged)
+    except ConfigKeyError as error:
+        raise UserError(unknown_key(error.full_key)) from error
+    except (OmegaConfBaseException, HydraException) as error:
+        raise UserError(f"configuration: {str(error).splitlines()[0]}") from error
+    check(config)
+    return config
+
+
+def check_override(override):
+    """Refuse an override that is not KEY=VALUE, names an unknown experiment, or an unknown key."""
+    key, equals, value = override.partition("=")
+    if not equals:
+        raise UserError(f"{override!r}: expected KEY=VALUE, such as trainer.steps=100 or +experiment=quickstart")
+    key = key.lstrip("+")
+    if key == "experiment":
+        choices = sorted(file.stem for file in (CONFIGS / "experiment").glob("*.yaml"))
+        if value not in choices:
+            raise UserError(f"experiment {value!r} does not exist; {nearest(value, choices)}expected one of {choices}")
+    elif "@" not in key and not (CONFIGS / key).is_dir() and key not in known_keys():
+        raise UserError(unknown_key(key))
+
+
+def known_keys():
+    """Every dotted key of Config."""
+    structured = OmegaConf.structured(Config)
+    groups = {f.name for f in dataclasses.fields(Config) if OmegaConf.is_dict(OmegaConf.select(structured, f.name))}
+    inner = {f"{group}.{key}" for group in groups for key in structured[group]}
+    return inner | {f.name for f in dataclasses.fields(Config)} - groups
+
+
+def unknown_key(key):
+    """The line for a key that Config does not have."""
+    return f"unknown configuration key {key!r}; {nearest(key, known_keys())}known keys are those of drafter/config.py"
+
+
+def nearest(found, known):
+    """`did you mean …? ` for the nearest known name, or nothing."""
+    tails = {name.rsplit(".", 1)[-1]: name for name in sorted(known, reverse=True)}
+    near = difflib.get_close_matches(found, sorted(known), 1) or [
+        tails[tail] for tail in difflib.get_close_matches(found.rsplit(".", 1)[-1], sorted(tails), 1)
+    ]
+    return f"did you mean {near[0]!r}? " if near else ""
+
+
+def check(config):
+    """Refuse values that no run could use, naming key, value and what is expected."""
+    rules = [
+        ("drafter.block_size", config.drafter.block_size >= 2, "at least 2: the anchor and one mask row"),
+        ("drafter.num_hidden_layers", config.drafter.num_hidden_layers >= 1, "at least 1"),
+        ("data.kind", config.data.kind in ("synthesis", "text", "dataset"), "synthesis, text or dataset"),
+        ("data.sources", len(config.data.sources) > 0, "at least one file or name"),
+        ("data.row_tokens", config.data.row_tokens >= 2 * config.drafter.block_size, "at least two blocks"),
+        ("data.validation_fraction", 0 < config.data.validation_fraction < 1, "between 0 and 1"),
+        ("loss.name", config.loss.name == "cross_entropy", "cross_entropy"),
+        ("loss.rows_per_chunk", config.loss.rows_per_chunk >= 1, "at least 1"),
+        ("optimizer.learning_rate", config.optimizer.learning_rate > 0, "above 0"),
+        ("optimizer.warmup_fraction", 0 <= config.optimizer.warmup_fraction < 1, "from 0 to below 1"),
+        ("trainer.steps", config.trainer.steps >= 1, "at least 1"),
+        ("trainer.rows_per_step", config.trainer.rows_per_step >= 1, "at least 1"),
+        ("trainer.anchors_per_document", config.trainer.anchors_per_document >= 1, "at least 1"),
+        ("trainer.validate_every", config.trainer.validate_every >= 1, "at least 1"),
+        ("trainer.save_every", config.trainer.save_every >= 1, "at least 1"),
+        ("trainer.keep", config.trainer.keep >= 1, "at least 1"),
+        ("resume", config.resume in ("never", "auto"), "never or auto"),
+        ("name", re.fullmatch(r"[\w.-]+", config.name) is not None, "letters, digits, '.', '_' and '-'"),
+    ]
+    for key, holds, expected in rules:
+        if not holds:
+            raise UserError(f"{key} is {OmegaConf.select(OmegaConf.structured(config), key)!r}; expected {expected}")
+
+
+def resolved(config):
+    """The configuration as plain nested dicts."""
+    return dataclasses.asdict(config)
+
+
+def digest(config):
+    """SHA-256 over what decides the trained weights: all but where, whether resumed, and tracking."""
+    kept = {key: value for key, value in resolved(config).items() if key not in NOT_TRAINING}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,332 @@
+"""The target: load, freeze, fingerprint, tap, embed, score.
+
+R rows, T tokens, D hidden, V vocabulary. Everything mlx-lm loads with a list of layers is a candidate. Taps, embedding
+and head are read by giving *instances* a subclass of their own class for the length of one call: no class or module
+global changes, parameter names stay, and a second model in the process is never touched.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import hashlib
+import json
+import pathlib
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.utils
+from mlx.utils import tree_flatten
+
+from drafter import fingerprint, sources
+from kernels import backend
+from kernels.errors import UserError
+
+DTYPES = ("float32", "bfloat16", "float16")
+HELD = contextvars.ContextVar("what the watched modules of the running call produced or are to return")
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """One forward of the target: `hidden` [R,T,D] after the final norm, `taps` of [R,T,D] in the order asked."""
+
+    hidden: mx.array
+    taps: tuple = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A frozen model whose output is authoritative. Build it with `load`."""
+
+    model: nn.Module
+    tokenizer: object  # mlx-lm's TokenizerWrapper
+    config: dict
+    path: pathlib.Path
+    source: str
+    dtype: str
+    fingerprint: str
+    tokenizer_sha256: str
+    template_sha256: str | None
+    backbone: nn.Module
+    hidden_size: int
+    vocab_size: int
+
+    @property
+    def num_layers(self):
+        """How many decoder layers the target has."""
+        return len(self.model.layers)
+
+    @property
+    def settings(self):
+        """The text model's configuration: config.json, or its `text_config` where there is one."""
+        return self.config.get("text_config", self.config)
+
+    @property
+    def max_length(self):
+        """The context in tokens, or None where the configuration does not say."""
+        return self.settings.get("max_position_embeddings")
+
+    @property
+    def eos_ids(self):
+        """The token ids that end an answer."""
+        return frozenset(self.tokenizer.eos_token_ids)
+
+    @functools.cached_property
+    def embedding_scale(self):
+        """What the model multiplies its embedding table by (Gemma's √D); 1.0 where it does not, or has no table."""
+        table = getattr(self.backbone, "embed_tokens", None)
+        if table is None:
+            return 1.0
+        tokens = mx.arange(2, 6)[None]
+        stored, fed = table(tokens).astype(mx.float32), self.embed(tokens).astype(mx.float32)
+        ratio = (mx.sum(stored * fed) / mx.sum(stored * stored)).item()
+        return 1.0 if abs(ratio - 1) < 1e-3 else ratio
+
+    def spare_id(self):
+        """An id that no text of this target holds, for a drafter's mask token: (id, why).
+
+        The tokenizer's own mask token, else the first embedding row past the tokenizer's vocabulary, else the first
+        special token that neither ends, begins, pads nor stands in the chat template.
+        """
+        tokenizer = self.tokenizer
+        if tokenizer.mask_token_id is not None:
+            return tokenizer.mask_token_id, "the tokenizer's mask token"
+        unused = max(tokenizer.get_vocab().values()) + 1
+        if unused < self.vocab_size:
+            return unused, "the first embedding row past the tokenizer's vocabulary"
+        spoken = str(tokenizer.chat_template) if tokenizer.has_chat_template else ""
+        names = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
+        taken = self.eos_ids | {getattr(tokenizer, name) for name in names}
+        for index, token in sorted(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens)):
+            if index not in taken and token not in spoken:
+                return index, f"the unused special token {token}"
+        raise UserError(f"target {self.source}: no spare token id for the mask; name one with drafter.mask_token_id=ID")
+
+    def identity(self):
+        """What a manifest or result records of this target."""
+        names = ("source", "fingerprint", "tokenizer_sha256", "template_sha256", "dtype")
+        return {name: getattr(self, name) for name in names}
+
+    def live_digest(self):
+        """The fingerprint of the parameters in memory: equal before and after training, or something moved."""
+        return fingerprint.of_arrays(dict(tree_flatten(self.model.parameters())))
+
+    def make_cache(self):
+        """A new, empty cache, one entry a layer, as mlx-lm makes it."""
+        from mlx_lm.models.cache import make_prompt_cache
+
+        return make_prompt_cache(self.model)
+
+    def forward(self, tokens, cache=None, taps=()):
+        """Run the target on tokens [R,T]; taps names the 0-based layers whose outputs come back. Returns Forward."""
+        layers = [self.model.layers[index] for index in taps]
+        with watched(layers, recording) as held:
+            hidden = self.backbone(tokens, cache=cache)
+        return Forward(hidden, tuple(held[id(layer)] for layer in layers))
+
+    def forward_packed(self, tokens, documents, taps=()):
+        """Run packed rows: tokens [R,T] and document ids [R,T]; no token sees another document. Returns Forward."""
+        return self.forward(tokens, [PackedCache(documents)] * self.num_layers, taps)
+
+    def embed(self, tokens):
+        """What the first layer is given for tokens [R,T], embedding scale included: [R,T,D]."""
+        with watched([self.model.layers[0]], stopping):
+            try:
+                self.backbone(tokens)
+            except Reached as reached:
+                return reached.value
+        raise UserError(f"target {self.source}: its model never called its first layer; it cannot be embedded")
+
+    def score(self, hidden):
+        """Logits [..., V] of hidden [..., D] by the target's own head, with its soft-cap and multiplier."""
+        rows = hidden.reshape(1, -1, hidden.shape[-1])
+        with watched([self.backbone], returning) as held:
+            held[id(self.backbone)] = rows
+            logits = self.model(mx.zeros(rows.shape[:2], mx.uint32))
+        return logits.reshape(*hidden.shape[:-1], -1)
+
+    def raw_reason(self, raw=False):
+        """Why a prompt is fed without a chat template, or None when the template is applied."""
+        if raw:
+            return "raw was asked for"
+        return None if self.tokenizer.has_chat_template else f"target {self.source} has no chat template"
+
+    def encode(self, prompt, *, raw=False, system=None):
+        """Token ids of a prompt (text, or a list of {role, content}), with the chat template unless fed raw."""
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if self.raw_reason(raw):
+            text = "\n".join([*([system] if system else []), *(message["content"] for message in messages)])
+            return list(self.tokenizer.encode(text))
+        if system:
+            messages = [{"role": "system", "content": system}, *messages]
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+class PackedCache:
+    """Stands in for an empty cache so that mlx-lm's own masks respect document boundaries in packed rows."""
+
+    offset = 0
+
+    def __init__(self, documents):
+        self.documents = documents
+
+    def update_and_fetch(self, keys, values):
+        """Nothing is kept: the row is seen whole."""
+        return keys, values
+
+    def make_mask(self, N, return_array=False, window_size=None):
+        """Boolean [R,1,N,N]: key ≤ query, same document, and within the window where there is one."""
+        query, key = mx.arange(N)[:, None], mx.arange(N)[None]
+        seen = key <= query
+        if window_size:
+            seen = seen & (query < key + window_size)
+        return (seen & (self.documents[:, :, None] == self.documents[:, None, :]))[:, None]
+
+
+class Reached(Exception):
+    """Carries a watched module's input out of the forward that reached it."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+@contextlib.contextmanager
+def watched(modules, variant):
+    """Give each module a subclass of its own class while the block runs; yields what they hold, by id(module)."""
+    bases = [(module, type(module)) for module in modules]
+    held = {}
+    token = HELD.set(held)
+    try:
+        for module, base in bases:
+            module.__class__ = variant(base)
+        yield held
+    finally:
+        for module, base in bases:
+            module.__class__ = base
+        HELD.reset(token)
+
+
+@functools.cache
+def recording(base):
+    """A subclass of a layer's class that keeps the layer's output."""
+
+    def call(self, *args, **kwargs):
+        output = base.__call__(self, *args, **kwargs)
+        HELD.get()[id(self)] = output[0] if isinstance(output, tuple) else output
+        return output
+
+    return type(base.__name__, (base,), {"__call__": call})
+
+
+@functools.cache
+def stopping(base):
+    """A subclass of a layer's class that ends the forward with the layer's input."""
+
+    def call(self, value, *args, **kwargs):
+        raise Reached(value)
+
+    return type(base.__name__, (base,), {"__call__": call})
+
+
+@functools.cache
+def returning(base):
+    """A subclass of a backbone's class that returns the hidden state it was given to hold."""
+
+    def call(self, *args, **kwargs):
+        return HELD.get()[id(self)]
+
+    return type(base.__name__, (base,), {"__call__": call})
+
+
+def load(name, *, dtype=None, revision=None):
+    """Load and freeze a target.
+
+    name: a name under configs/target, a model folder, a .gguf file, a `pypi:` source, or a hub id with an optional
+    @revision. dtype: compute dtype (float32, bfloat16, float16); None is the device's own: float32 on CPU, where only
+    that is fast, bfloat16 elsewhere. Raises UserError where the target is missing, damaged or unknown to mlx-lm.
+    """
+    backend.check()
+    dtype = dtype or ("float32" if mx.default_device() == mx.cpu else "bfloat16")
+    if dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
+    location = sources.locate(name, dtype=dtype, revision=revision)
+    model, config = load_model(location)
+    model.set_dtype(getattr(mx, dtype))
+    model.freeze()
+    backbone = find_backbone(model, location)
+    hidden_size, vocab_size = probe(model, backbone, location)
+    tokenizer = mlx_lm.utils.load_tokenizer(location.folder, eos_token_ids=config.get("eos_token_id"))
+    tokenizer_sha256, template_sha256 = tokenizer_digests(tokenizer)
+    return Target(
+        model=model,
+        tokenizer=tokenizer,
+        config=config,
+        path=location.folder,
+        source=location.source,
+        dtype=dtype,
+        fingerprint=stored_fingerprint(location),
+        tokenizer_sha256=tokenizer_sha256,
+        template_sha256=template_sha256,
+        backbone=backbone,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+    )
+
+
+def load_model(location):
+    """mlx-lm's model and configuration, its refusals put in one line."""
+    for file in sorted(location.folder.glob("model*.safetensors")):
+        fingerprint.header(file)  # a damaged file is named here, not deep inside a loader
+    try:
+        return mlx_lm.utils.load_model(location.folder)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{location.folder}/config.json: not JSON ({error}); copy it again") from error
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"target {location.source}: mlx-lm {mlx_lm.__version__} cannot load it ({reason}); "
+            "scripts/doctor.py --target says whether a newer mlx-lm knows it"
+        ) from error
+
+
+def find_backbone(model, location):
+    """The module that owns the layer list mlx-lm exposes: what maps tokens to hidden states."""
+    for _, module in model.named_modules():
+        if any(value is model.layers for value in module.values()):
+            return module
+    raise UserError(f"target {location.source}: found no module that owns its list of layers; it cannot be tapped")
+
+
+def probe(model, backbone, location):
+    """(D, V), after checking that a tapped forward plus the head equals the plain forward bit for bit."""
+    tokens = mx.array([[1, 2, 3, 5, 8]])
+    plain = model(tokens)
+    with watched(list(model.layers), recording) as taps:
+        hidden = backbone(tokens)
+    with watched([backbone], returning) as held:
+        held[id(backbone)] = hidden
+        again = model(tokens)
+    if len(taps) != len(set(map(id, model.layers))) or not mx.array_equal(plain, again, equal_nan=True).item():
+        raise UserError(f"target {location.source}: its tapped forward differs from its plain forward; it cannot be used")
+    return hidden.shape[-1], plain.shape[-1]
+
+
+def stored_fingerprint(location):
+    """The fingerprint of the parameters as stored; of a conversion, that of the file it was converted from."""
+    cache = sources.cache_folder() / "fingerprints.json"
+    found = fingerprint.of_folder(location.folder, cache)
+    record = location.folder / "source.json"
+    if not record.is_file():
+        return found
+    source = json.loads(record.read_text())
+    if source["converted"] != found:
+        raise UserError(f"{location.folder}: changed since it was converted; delete that folder and run again")
+    return source["fingerprint"]
+
+
+def tokenizer_digests(tokenizer):
+    """SHA-256 of the vocabulary (what each id means, whatever file it came in), and of the chat template's text."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True).encode()
+    template = str(tokenizer.chat_template).encode() if tokenizer.has_chat_template else None
+    return hashlib.sha256(vocabulary).hexdigest(), template and hashlib.sha256(template).hexdigest()
