@@ -1,0 +1,149 @@
+"""The divergence audit on planted logits of every class, and on a decode loop whose rollback is broken."""
+
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from decode.lab import ties
+
+V = 11
+PLAIN, OTHER, THIRD = 3, 7, 5
+
+
+def logits(plain, other, third=-30.0, dtype=mx.float32):
+    """A row [V] that is −40 everywhere else."""
+    row = [-40.0] * V
+    row[PLAIN], row[OTHER], row[THIRD] = plain, other, third
+    return mx.array(row, dtype)
+
+
+@pytest.mark.parametrize("dtype, numpy_dtype", [(mx.float32, np.float32), (mx.float16, np.float16)])
+@pytest.mark.parametrize("magnitude", [0.0, 1.0, 1.5, 2.0, 15.99, 16.0, 1e-3, 6e-8])
+def test_ulp_is_the_distance_to_the_next_value(dtype, numpy_dtype, magnitude):
+    stored = numpy_dtype(magnitude)
+    assert ties.ulp(float(stored), dtype) == float(np.spacing(stored))
+
+
+@pytest.mark.parametrize("magnitude, expected", [(1.0, 2**-7), (1.99, 2**-7), (20.0, 2**-3), (32.0, 2**-2)])
+def test_ulp_of_bfloat16_has_seven_fraction_bits(magnitude, expected):
+    assert ties.ulp(magnitude, mx.bfloat16) == expected
+
+
+BF = mx.bfloat16  # at 20 one ULP is .125
+JUDGED = {
+    # an exact tie, which the two widths break differently
+    "exact": (logits(20, 20, dtype=BF), logits(20, 20, dtype=BF), "tie"),
+    "one ULP in narrow": (logits(20.125, 20, dtype=BF), logits(20, 20.25, dtype=BF), "tie"),
+    "one ULP in wide only": (logits(20.25, 20, dtype=BF), logits(20, 20.125, dtype=BF), "tie"),
+    "two ULPs, each width its own token": (logits(20.25, 20, dtype=BF), logits(20, 20.25, dtype=BF), "width_sensitive"),
+    "float32 noise": (logits(20.00002, 20.0), logits(20.0, 20.00002), "width_sensitive"),
+    "both widths say plain": (logits(20.5, 20), logits(20.5, 20), "defect"),
+    "both widths say the other": (logits(20, 20.5), logits(20, 20.5), "defect"),
+    "crossed": (logits(20, 20.5), logits(20.5, 20), "defect"),
+    "wide says a third": (logits(20.5, 20), logits(20, 20.5, third=25), "defect"),
+    # the two are one ULP apart, but both lose to a third: no tie can have emitted either
+    "tie below the best": (logits(20.125, 20, third=25, dtype=BF), logits(20, 20.125, third=25, dtype=BF), "defect"),
+}
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_planted_logits_fall_in_their_class(name):
+    narrow, wide, kind = JUDGED[name]
+    assert ties.judge(narrow, wide, PLAIN, OTHER).kind == kind
+
+
+def test_the_judgement_reports_logits_and_gaps_narrow_first():
+    found = ties.judge(logits(20.25, 20, dtype=BF), logits(20, 20.5, dtype=BF), PLAIN, OTHER)
+    assert found.logits == ((20.25, 20.0), (20.0, 20.5))
+    assert found.gap_ulps == (2.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    "plain, other, expected",
+    [([1, 2, 3], [1, 2, 3], None), ([1, 2, 3], [1, 9, 3], 1), ([1, 2], [1, 2, 3], 2), ([], [4], 0)],
+)
+def test_first_divergence(plain, other, expected):
+    assert ties.first_divergence(plain, other) == expected
+
+
+def test_an_output_that_goes_on_past_the_other_is_a_defect():
+    record = ties.audit(None, [1], [4, 5], [4, 5, 6], ties.Verify(1, (4, 5)))
+    assert record["class"] == "defect" and "stops" in record["reason"]
+
+
+def test_a_different_prefill_token_is_a_defect():
+    assert ties.audit(None, [1], [4, 5], [6, 5], None)["class"] == "defect"
+
+
+def test_repeats_that_diverge_alike_are_counted_once():
+    one = {"prompt": "p", "position": 4, "tokens": [1, 2], "class": "tie"}
+    records = [one, dict(one), {**one, "position": 9}, {**one, "prompt": "q", "class": "defect"}]
+    assert ties.count(records) == {"tie": 2, "width_sensitive": 0, "defect": 1}
+
+
+class Counting:
+    """A target whose logits at a row depend on every row before it: the next token is the sum of all, modulo V."""
+
+    def make_cache(self):
+        return [Sum()]
+
+    def forward(self, tokens, cache):
+        return cache[0].feed(tokens)
+
+    def score(self, hidden):
+        return 4.0 * (mx.arange(V) == hidden[..., None] % V).astype(mx.float32)
+
+
+class Sum:
+    """The cache of a Counting target."""
+
+    def __init__(self):
+        self.state = mx.array(0)
+
+    def feed(self, tokens):
+        sums = self.state + mx.cumsum(tokens, axis=-1)
+        self.state = sums[0, -1]
+        return type("Forward", (), {"hidden": sums})
+
+
+def decode(prompt, count, broken):
+    """Speculate one proposal a cycle, always wrong, and take it back; `broken` leaves it in the cache.
+
+    Returns the emitted tokens and every Verify with its logits.
+    """
+    target = Counting()
+    cache = target.make_cache()
+    pending = target.score(target.forward(mx.array([prompt]), cache).hidden)[0, -1].argmax().item()
+    tokens, verifies = [pending], []
+    while len(tokens) < count:
+        before = cache[0].state
+        rows = (tokens[-1], 2)
+        found = target.score(target.forward(mx.array([rows]), cache).hidden)[0]
+        verifies.append(ties.Verify(len(tokens), rows, found))
+        tokens.append(found[0].argmax().item())
+        if not broken:
+            cache[0].state = before + rows[0]
+    return tokens, verifies
+
+
+def test_a_broken_rollback_is_a_defect_and_its_recorded_logits_show_it():
+    prompt = [1, 2]
+    plain, _ = decode(prompt, 6, broken=False)
+    assert plain == [3, 6, 1, 2, 4, 8]  # 1+2, +3, +6, +1, +2, +4 modulo 11
+    tokens, verifies = decode(prompt, 6, broken=True)
+    position = ties.first_divergence(plain, tokens)
+    verify = next(one for one in verifies if one.start == position)
+    record = ties.audit(Counting(), prompt, plain, tokens, verify)
+    assert record["class"] == "defect"
+    assert record["logits"]["wide"][0] == 4.0  # afresh, the verify's own rows yield the plain token
+    assert record["recorded_difference"] == pytest.approx(4.0)  # while decoding they did not
+
+
+def test_a_sound_rollback_reproduces_its_recorded_logits():
+    prompt = [1, 2]
+    plain, verifies = decode(prompt, 6, broken=False)
+    claimed = [*plain[:3], 9]  # a divergence that never was: what counts is the recorded difference
+    record = ties.audit(Counting(), prompt, plain[:4], claimed, verifies[2])
+    assert record["recorded_difference"] == 0.0 and not math.isnan(record["gap_ulps"]["wide"])
