@@ -1,0 +1,349 @@
+"""commit(n) leaves what feeding exactly those n rows would have left, for every cache of mlx-lm and for unknown ones.
+
+The oracle is mlx-lm alone: a deep copy of the caches from before, fed the n rows one at a time. What is compared
+is logical: rows in temporal order, offset, and the logits of the next step.
+"""
+
+import copy
+import warnings
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import tiny
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+from mlx_lm.utils import load_model
+
+from decode.transaction import Transaction, TransactionError
+
+FLOAT32 = 2e-5  # wide and narrow products round differently; logits here are of order 10
+QUANTISED = 2e-2  # a rounding difference may move a stored code by one step of 1/255 of a group's range
+WINDOW = 11
+PROMPTS = (3, 10, 11, 12, 30)  # well inside, about to fill, full, over and well over the window
+
+CACHES = {
+    "kv": KVCache,
+    "concatenate": ConcatenateKVCache,
+    "rotating": lambda: RotatingKVCache(max_size=WINDOW),
+    "pinned": lambda: RotatingKVCache(max_size=WINDOW, keep=4),
+    "quantised": lambda: QuantizedKVCache(group_size=32, bits=8),
+}
+
+
+class Strange(KVCache):
+    """A kind the transaction has never heard of, whose trim must not be trusted."""
+
+    def trim(self, n):
+        raise AssertionError("an unknown cache was trimmed")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return load_model(tiny.folder("llama", tmp_path_factory.getbasetemp()))[0]
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    return load_model(tiny.folder("gemma3_text", tmp_path_factory.getbasetemp()))[0]
+
+
+def ids(seed, count):
+    return mx.array(np.random.default_rng(seed).integers(5, tiny.VOCABULARY, count))
+
+
+def feed(model, cache, tokens):
+    """Logits [T,V] of token ids [T] fed in one forward."""
+    return model(tokens[None], cache=cache)[0]
+
+
+def ordered(cache):
+    """A cache's rows in temporal order as float arrays [R,H,L,d], by reading its fields; the oracle's own words."""
+    if type(cache) is RotatingKVCache:
+        held, limit, pinned, at = cache.offset, cache.max_size, cache.keep, cache._idx
+        order = []
+        if cache.keys is not None:
+            size = cache.keys.shape[2]
+            ring = list(range(at, size)) + list(range(pinned, at)) if held > at else list(range(pinned, at))
+            order = list(range(min(pinned, held))) + ring
+            order = order[:pinned] + order[pinned:][-(min(held, limit) - pinned) :] if held > pinned else order
+        pick = mx.array(order, mx.int32)
+        return [value[:, :, pick] for value in (cache.keys, cache.values)] if order else []
+    if cache.keys is None:
+        return []
+    if isinstance(cache, QuantizedKVCache):
+        shape = {"group_size": cache.group_size, "bits": cache.bits}
+        return [mx.dequantize(*value, **shape)[:, :, : cache.offset] for value in (cache.keys, cache.values)]
+    assert type(cache) is not ConcatenateKVCache or cache.keys.shape[2] == cache.offset
+    return [value[:, :, : cache.offset] for value in (cache.keys, cache.values)]
+
+
+def assert_same(found, expected, tolerance):
+    """Two lists of caches hold the same rows at the same offset."""
+    for one, other in zip(found, expected, strict=True):
+        assert one.offset == other.offset
+        pairs = list(zip(ordered(one), ordered(other), strict=True))
+        assert len(pairs) in (0, 2)
+        for mine, theirs in pairs:
+            np.testing.assert_allclose(np.array(mine), np.array(theirs), atol=tolerance, rtol=0)
+
+
+def one_by_one(model, cache, tokens):
+    for token in tokens:
+        feed(model, cache, token[None])
+
+
+def check_every_commit(model, start, rows, tolerance):
+    """One transaction of `rows` rows from a copy of `start` for every n, against a copy fed n rows one at a time."""
+    tokens, probe, oracle = ids(rows, rows), ids(100 + rows, 2), copy.deepcopy(start)
+    for n in range(rows + 1):
+        one_by_one(model, oracle, tokens[n - 1 : n] if n else [])
+        cache = copy.deepcopy(start)
+        transaction = Transaction(cache, None)
+        transaction.begin(rows)
+        mx.eval(feed(model, cache, tokens))
+        transaction.commit(n)
+        assert_same(cache, oracle, tolerance)
+        for width in (1, 2):  # the next step through the in-place and through the concatenating path
+            found, expected = (feed(model, copy.deepcopy(held), probe[:width]) for held in (cache, oracle))
+            np.testing.assert_allclose(np.array(found), np.array(expected), atol=10 * tolerance, rtol=0)
+
+
+def prefilled(model, kind, prompt):
+    """Caches of a kind after a prompt of that many tokens, and the tolerance that the kind allows."""
+    cache = [CACHES[kind]() for _ in model.layers]
+    feed(model, cache, ids(prompt, prompt))
+    mx.eval([entry.state for entry in cache])
+    return cache, QUANTISED if kind == "quantised" else FLOAT32
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("kind", CACHES)
+def test_commit_equals_feeding_the_kept_rows_for_every_n(model, kind, prompt):
+    start, tolerance = prefilled(model, kind, prompt)
+    for rows in (1, 2, 5):
+        check_every_commit(model, start, rows, tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt", range(1, 26))
+@pytest.mark.parametrize("kind", CACHES)
+def test_commit_equals_feeding_the_kept_rows_for_every_n_width_and_prompt(model, kind, prompt):
+    start, tolerance = prefilled(model, kind, prompt)
+    for rows in range(1, 10):
+        check_every_commit(model, start, rows, tolerance)
+
+
+@pytest.mark.parametrize("kind", [*CACHES, "gemma"])
+def test_several_transactions_in_a_row_stay_equal(model, gemma, kind):
+    model = gemma if kind == "gemma" else model
+    cache = gemma.make_cache() if kind == "gemma" else [CACHES[kind]() for _ in model.layers]
+    oracle = copy.deepcopy(cache)
+    tolerance = QUANTISED if kind == "quantised" else FLOAT32
+    transaction = Transaction(cache, None)
+    draws = np.random.default_rng(7)
+    for cycle in range(14):  # wraps the window several times, width-1 steps in between
+        rows = int(draws.integers(1, 10))
+        n, tokens = int(draws.integers(0, rows + 1)), ids(cycle, rows)
+        transaction.begin(rows)
+        mx.eval(feed(model, cache, tokens))
+        transaction.commit(n)
+        one_by_one(model, oracle, tokens[:n])
+        assert_same(cache, oracle, tolerance)
+        step = ids(100 + cycle, 1)
+        found, expected = feed(model, cache, step), feed(model, oracle, step)
+        np.testing.assert_allclose(np.array(found), np.array(expected), atol=10 * tolerance, rtol=0)
+
+
+def test_a_prompt_of_single_steps_then_blocks_stays_equal(gemma):
+    cache = gemma.make_cache()
+    one_by_one(gemma, cache, ids(1, 25))  # the ring is filled in place: its start lies in the middle of memory
+    for rows in (1, 4, 9):
+        check_every_commit(gemma, cache, rows, FLOAT32)
+
+
+def test_rows_fed_one_at_a_time_inside_a_transaction_can_be_taken_back(gemma):
+    cache = gemma.make_cache()
+    feed(gemma, cache, ids(3, 17))
+    oracle, tokens = copy.deepcopy(cache), ids(4, 5)
+    transaction = Transaction(cache, None)
+    transaction.begin(5)
+    one_by_one(gemma, cache, tokens)
+    transaction.commit(2)
+    one_by_one(gemma, oracle, tokens[:2])
+    assert_same(cache, oracle, FLOAT32)
+
+
+@pytest.mark.parametrize("kind", [*CACHES, "strange"])
+def test_a_commit_may_be_repeated_with_fewer_rows_until_the_next_begin(model, kind):
+    cache = [(CACHES | {"strange": Strange})[kind]() for _ in model.layers]
+    feed(model, cache, ids(3, 17))
+    oracle, tokens = copy.deepcopy(cache), ids(4, 6)
+    transaction = Transaction(cache, lambda kept: feed(model, cache, kept))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transaction.begin(6, tokens)
+    feed(model, cache, tokens)
+    for n in (6, 4, 4, 3, 1):
+        transaction.commit(n)
+        expected = copy.deepcopy(oracle)
+        one_by_one(model, expected, tokens[:n])
+        assert_same(cache, expected, QUANTISED if kind == "quantised" else FLOAT32)
+    with pytest.raises(TransactionError, match="expected 0 to 1"):
+        transaction.commit(2)
+
+
+@pytest.mark.parametrize("kind", [*CACHES, "strange"])
+def test_abort_restores_whatever_was_fed(model, kind):
+    cache = [(CACHES | {"strange": Strange})[kind]() for _ in model.layers]
+    feed(model, cache, ids(3, 17))
+    oracle = copy.deepcopy(cache)
+    transaction = Transaction(cache, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transaction.begin(4, ids(1, 4))
+    model.layers[0].self_attn(mx.zeros((1, 3, 96)), cache=cache[0])  # the forward broke off after one layer
+    transaction.abort()
+    assert_same(cache, oracle, 0.0)
+    assert not transaction.open
+
+
+def test_quantising_between_transactions_is_seen(model):
+    cache = [KVCache() for _ in model.layers]
+    feed(model, cache, ids(3, 7))
+    transaction = Transaction(cache, None)
+    transaction.begin(3)
+    feed(model, cache, ids(1, 3))
+    transaction.commit(1)
+    cache[:] = [entry.to_quantized(group_size=32, bits=8) for entry in cache]
+    oracle = copy.deepcopy(cache)
+    transaction.begin(4)
+    feed(model, cache, ids(2, 4))
+    transaction.commit(2)
+    one_by_one(model, oracle, ids(2, 4)[:2])
+    assert_same(cache, oracle, QUANTISED)
+
+
+def test_an_unknown_cache_reruns_the_kept_rows_and_says_so_once(model):
+    cache = [Strange(), KVCache(), RotatingKVCache(max_size=WINDOW)]
+    feed(model, cache, ids(3, 17))
+    oracle, fed = copy.deepcopy(cache), []
+
+    def forward(kept):
+        fed.append(kept.tolist())
+        return feed(model, cache, kept)
+
+    transaction = Transaction(cache, forward)
+    with pytest.warns(UserWarning, match="Strange") as announced:
+        for n in (2, 0, 4):
+            tokens = ids(20 + n, 4)
+            transaction.begin(4, tokens)
+            feed(model, cache, tokens)
+            transaction.commit(n)
+            one_by_one(model, oracle, tokens[:n])
+            assert_same(cache, oracle, FLOAT32)
+    assert len(announced) == 1
+    assert fed == [ids(22, 4)[:2].tolist()]  # nothing is re-run when all rows or none stay
+
+
+def test_recurrent_state_is_restored_and_rerun():
+    state = ArraysCache(1)
+    state[0] = mx.array([1.0])
+
+    def forward(tokens):
+        for token in tokens.tolist():
+            state[0] = state[0] * 0.5 + token
+
+    transaction = Transaction([state], forward)
+    tokens = mx.array([3, 5, 7])
+    with pytest.warns(UserWarning, match="ArraysCache"):
+        transaction.begin(3, tokens)
+    forward(tokens)
+    transaction.commit(2)
+    assert state[0].item() == (0.5 + 3) * 0.5 + 5
+
+
+def test_a_list_of_caches_is_committed_member_by_member(model):
+    members = [KVCache(), RotatingKVCache(max_size=WINDOW)]
+    nested, attention = CacheList(*members), model.layers[0].self_attn
+    rows = [mx.random.normal((1, count, 96), key=mx.random.key(count)) for count in (17, 5)]
+    for member in members:
+        attention(rows[0], cache=member)
+    oracle = copy.deepcopy(members)
+    transaction = Transaction([nested], None)
+    transaction.begin(5)
+    for member in members:
+        attention(rows[1], cache=member)
+    transaction.commit(3)
+    for member in oracle:
+        attention(rows[1][:, :3], cache=member)
+    assert_same(list(nested.caches), oracle, FLOAT32)
+
+
+def test_commit_of_a_key_value_cache_touches_no_array(model):
+    cache = [KVCache() for _ in model.layers]
+    feed(model, cache, ids(3, 17))
+    transaction = Transaction(cache, None)
+    transaction.begin(5)
+    feed(model, cache, ids(4, 5))
+    before = [(id(entry.keys), id(entry.values)) for entry in cache]
+    transaction.commit(2)
+    assert before == [(id(entry.keys), id(entry.values)) for entry in cache]
+    assert [entry.offset for entry in cache] == [19] * 3
+
+
+def test_a_rotating_cache_never_outgrows_window_and_block(model):
+    cache = [RotatingKVCache(max_size=WINDOW) for _ in model.layers]
+    transaction = Transaction(cache, None)
+    for cycle in range(20):
+        transaction.begin(6)
+        feed(model, cache, ids(cycle, 6))
+        transaction.commit(cycle % 7)
+        assert all(entry.keys is None or entry.keys.shape[2] < WINDOW + 6 for entry in cache)
+
+
+def test_pinned_rows_stay_visible_to_every_row_of_a_block_and_the_cache_is_handed_back_untouched(model):
+    cache = [RotatingKVCache(max_size=WINDOW, keep=4) for _ in model.layers]
+    one_by_one(model, cache, ids(3, 30))
+    oracle, tokens = copy.deepcopy(cache), ids(4, 5)
+    transaction = Transaction(cache, None)
+    transaction.begin(5)
+    wide = np.array(feed(model, cache, tokens))
+    transaction.commit(5)
+    narrow = np.concatenate([np.array(feed(model, oracle, token[None])) for token in tokens])
+    np.testing.assert_allclose(wide, narrow, atol=10 * FLOAT32, rtol=0)
+    assert all("make_mask" not in vars(entry) for entry in cache)
+
+
+def test_a_snapshot_is_a_new_array_because_a_reference_moves_with_the_original():
+    original = mx.zeros(3)
+    reference, held = original, copy.deepcopy(original)
+    original[1] = 5
+    assert reference.tolist() == [0, 5, 0]
+    assert held.tolist() == [0, 0, 0]
+
+
+def test_misuse_is_named(model):
+    cache = [KVCache() for _ in model.layers]
+    transaction = Transaction(cache, None)
+    with pytest.raises(TransactionError, match="without begin"):
+        transaction.commit(0)
+    with pytest.raises(TransactionError, match="at least one row"):
+        transaction.begin(0)
+    transaction.begin(3)
+    with pytest.raises(TransactionError, match="3 rows is open"):
+        transaction.begin(2)
+    feed(model, cache, ids(1, 2))
+    with pytest.raises(TransactionError, match="begin\\(3\\), but 2 rows"):
+        transaction.commit(1)
+    with pytest.raises(TransactionError, match="expected 0 to 3"):
+        transaction.commit(4)
+    transaction.abort()
+    with pytest.raises(TransactionError, match="Strange needs the 2 token ids"):
+        Transaction([Strange()], None).begin(2)
