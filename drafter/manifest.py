@@ -137,7 +137,7 @@ def provenance(argv):
         "device": {key: machine.get(key) for key in ("device", "device_name", "reason", "tf32")},
         "blas": machine.get("blas"),
         "argv": [str(word) for word in argv],
-        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
 
@@ -152,8 +152,8 @@ def git_state(root=ROOT):
 
 def git(root, *words):
     """The standard output of one git command in `root`."""
-    options = {"capture_output": True, "text": True, "check": True, "timeout": 20}
-    return subprocess.run(["git", "-C", str(root), *words], **options).stdout
+    command = ["git", "-C", str(root), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
 
 
 def source_digest(root=ROOT):
