@@ -42,10 +42,16 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         found = re.search(r"unrecognized arguments: (-\S+)", message)
-        known = [option for action in self._actions for option in action.option_strings]
-        near = difflib.get_close_matches(found[1].split("=")[0], known, 1) if found else []
+        near = difflib.get_close_matches(found[1].split("=")[0], options(self), 1) if found else []
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f"{self.prog}: {message}{hint} (see {self.prog} --help)")
+
+
+def options(parser):
+    """Every option of a parser and of its sub-commands: the top parser reports what theirs did not recognise."""
+    names = [name for action in parser._actions for name in action.option_strings]
+    subs = [action.choices.values() for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return names + [name for parsers in subs for sub in parsers for name in options(sub)]
 
 
 def run(main):

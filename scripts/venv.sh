@@ -35,7 +35,7 @@ if ! .venv/bin/python -c '' 2>/dev/null; then
   python=$(find_python)
   echo "making .venv with $("$python" --version) ($([ -n "$uv" ] && echo uv || echo "venv and pip"))"
   rm -rf .venv
-  if [ -n "$uv" ]; then uv venv -q --python "$python" .venv; else "$python" -m venv .venv; fi
+  if [ -n "$uv" ]; then uv venv -q --seed --python "$python" .venv; else "$python" -m venv .venv; fi
 fi
 
 echo "installing Foredraft and its dependencies (a few minutes the first time)"
