@@ -124,3 +124,13 @@ def write_tokenizer(path, chat_template=False):
         **({"chat_template": TEMPLATE} if chat_template else {}),
     }
     (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+
+
+def quantised(path, *, bits=4, group_size=32):
+    """The folder of a target's quantised conversion by mlx-lm, beside the original."""
+    from mlx_lm.convert import convert
+
+    out = path.with_name(f"{path.name}-{bits}bit")
+    if not out.exists():
+        convert(str(path), mlx_path=str(out), quantize=True, q_bits=bits, q_group_size=group_size)
+    return out

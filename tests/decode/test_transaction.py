@@ -20,6 +20,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 from mlx_lm.utils import load_model
+from oracles import assert_same_caches
 
 from decode.transaction import Transaction, TransactionError
 
@@ -63,37 +64,6 @@ def feed(model, cache, tokens):
     return model(tokens[None], cache=cache)[0]
 
 
-def ordered(cache):
-    """A cache's rows in temporal order as float arrays [R,H,L,d], by reading its fields; the oracle's own words."""
-    if type(cache) is RotatingKVCache:
-        held, limit, pinned, at = cache.offset, cache.max_size, cache.keep, cache._idx
-        order = []
-        if cache.keys is not None:
-            size = cache.keys.shape[2]
-            ring = list(range(at, size)) + list(range(pinned, at)) if held > at else list(range(pinned, at))
-            order = list(range(min(pinned, held))) + ring
-            order = order[:pinned] + order[pinned:][-(min(held, limit) - pinned) :] if held > pinned else order
-        pick = mx.array(order, mx.int32)
-        return [value[:, :, pick] for value in (cache.keys, cache.values)] if order else []
-    if cache.keys is None:
-        return []
-    if isinstance(cache, QuantizedKVCache):
-        shape = {"group_size": cache.group_size, "bits": cache.bits}
-        return [mx.dequantize(*value, **shape)[:, :, : cache.offset] for value in (cache.keys, cache.values)]
-    assert type(cache) is not ConcatenateKVCache or cache.keys.shape[2] == cache.offset
-    return [value[:, :, : cache.offset] for value in (cache.keys, cache.values)]
-
-
-def assert_same(found, expected, tolerance):
-    """Two lists of caches hold the same rows at the same offset."""
-    for one, other in zip(found, expected, strict=True):
-        assert one.offset == other.offset
-        pairs = list(zip(ordered(one), ordered(other), strict=True))
-        assert len(pairs) in (0, 2)
-        for mine, theirs in pairs:
-            np.testing.assert_allclose(np.array(mine), np.array(theirs), atol=tolerance, rtol=0)
-
-
 def one_by_one(model, cache, tokens):
     for token in tokens:
         feed(model, cache, token[None])
@@ -109,7 +79,7 @@ def check_every_commit(model, start, rows, tolerance):
         transaction.begin(rows)
         mx.eval(feed(model, cache, tokens))
         transaction.commit(n)
-        assert_same(cache, oracle, tolerance)
+        assert_same_caches(cache, oracle, tolerance)
         for width in (1, 2):  # the next step through the in-place and through the concatenating path
             found, expected = (feed(model, copy.deepcopy(held), probe[:width]) for held in (cache, oracle))
             np.testing.assert_allclose(np.array(found), np.array(expected), atol=10 * tolerance, rtol=0)
@@ -155,7 +125,7 @@ def test_several_transactions_in_a_row_stay_equal(model, gemma, kind):
         mx.eval(feed(model, cache, tokens))
         transaction.commit(n)
         one_by_one(model, oracle, tokens[:n])
-        assert_same(cache, oracle, tolerance)
+        assert_same_caches(cache, oracle, tolerance)
         step = ids(100 + cycle, 1)
         found, expected = feed(model, cache, step), feed(model, oracle, step)
         np.testing.assert_allclose(np.array(found), np.array(expected), atol=10 * tolerance, rtol=0)
@@ -177,7 +147,7 @@ def test_rows_fed_one_at_a_time_inside_a_transaction_can_be_taken_back(gemma):
     one_by_one(gemma, cache, tokens)
     transaction.commit(2)
     one_by_one(gemma, oracle, tokens[:2])
-    assert_same(cache, oracle, FLOAT32)
+    assert_same_caches(cache, oracle, FLOAT32)
 
 
 @pytest.mark.parametrize("kind", [*CACHES, "strange"])
@@ -194,7 +164,7 @@ def test_a_commit_may_be_repeated_with_fewer_rows_until_the_next_begin(model, ki
         transaction.commit(n)
         expected = copy.deepcopy(oracle)
         one_by_one(model, expected, tokens[:n])
-        assert_same(cache, expected, QUANTISED if kind == "quantised" else FLOAT32)
+        assert_same_caches(cache, expected, QUANTISED if kind == "quantised" else FLOAT32)
     with pytest.raises(TransactionError, match="expected 0 to 1"):
         transaction.commit(2)
 
@@ -210,7 +180,7 @@ def test_abort_restores_whatever_was_fed(model, kind):
         transaction.begin(4, ids(1, 4))
     model.layers[0].self_attn(mx.zeros((1, 3, 96)), cache=cache[0])  # the forward broke off after one layer
     transaction.abort()
-    assert_same(cache, oracle, 0.0)
+    assert_same_caches(cache, oracle, 0.0)
     assert not transaction.open
 
 
@@ -227,7 +197,7 @@ def test_quantising_between_transactions_is_seen(model):
     feed(model, cache, ids(2, 4))
     transaction.commit(2)
     one_by_one(model, oracle, ids(2, 4)[:2])
-    assert_same(cache, oracle, QUANTISED)
+    assert_same_caches(cache, oracle, QUANTISED)
 
 
 def test_an_unknown_cache_reruns_the_kept_rows_and_says_so_once(model):
@@ -247,7 +217,7 @@ def test_an_unknown_cache_reruns_the_kept_rows_and_says_so_once(model):
             feed(model, cache, tokens)
             transaction.commit(n)
             one_by_one(model, oracle, tokens[:n])
-            assert_same(cache, oracle, FLOAT32)
+            assert_same_caches(cache, oracle, FLOAT32)
     assert len(announced) == 1
     assert fed == [ids(22, 4)[:2].tolist()]  # nothing is re-run when all rows or none stay
 
@@ -283,7 +253,7 @@ def test_a_list_of_caches_is_committed_member_by_member(model):
     transaction.commit(3)
     for member in oracle:
         attention(rows[1][:, :3], cache=member)
-    assert_same(list(nested.caches), oracle, FLOAT32)
+    assert_same_caches(list(nested.caches), oracle, FLOAT32)
 
 
 def test_commit_of_a_key_value_cache_touches_no_array(model):
