@@ -1,0 +1,109 @@
+"""Walked tau: what a drafter would serve, measured over the target's own greedy text without decoding.
+
+R rows, T tokens, N blocks, B block, D hidden. Every answer position is drafted from, batched; then each row is walked
+from its first answer token by accepted + 1, as decoding would. Averaging over all positions instead overstates what is
+served: a walk visits the hard positions more often, and loops inflate the average.
+"""
+
+import dataclasses
+
+import mlx.core as mx
+import numpy as np
+
+from drafter import synthesis
+from drafter.prompts import Prompt
+
+BLOCKS_PER_PASS = 256  # anchors drafted from at once over all rows; bounds memory (assumed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A prompt and the target's greedy answer to it, as token ids; the answer holds its EOS when it finished."""
+
+    prompt: tuple
+    answer: tuple
+
+
+@dataclasses.dataclass(frozen=True)
+class Tau:
+    """Walked tau, pooled over cycles and as the mean of per-text means, and how many of each there were."""
+
+    pooled: float
+    per_prompt: float
+    cycles: int
+    texts: int
+
+
+def greedy_texts(target, prompts, max_tokens, batch_size=16):
+    """The target's own greedy answers to token-id prompts, cut at max_tokens; texts of one token are left out."""
+    jobs = [synthesis.Job(str(i), Prompt((), "walk"), list(ids), 0.0) for i, ids in enumerate(prompts)]
+    answers = synthesis.answer(
+        target, jobs, batch_size=batch_size, max_tokens=max_tokens, keys=synthesis.random_keys(0, "walk")
+    )
+    found = {int(job.id): Text(tuple(job.tokens), tuple(tokens)) for job, tokens, _ in answers}
+    return [found[i] for i in sorted(found) if len(found[i].answer) > 1]
+
+
+def accepted_everywhere(target, drafter, texts, block_size):
+    """For each text, how many proposals are accepted from a pending token at each answer position but the last.
+
+    Returns a list of int arrays; entry i of one is for the pending answer token i, and is at most what remains.
+    """
+    T = max(len(text.prompt) + len(text.answer) for text in texts)
+    tokens = np.zeros((len(texts), T), np.int32)
+    documents = np.zeros((len(texts), T), np.int32)
+    for row, text in enumerate(texts):
+        ids = text.prompt + text.answer
+        tokens[row, : len(ids)], documents[row, : len(ids)] = ids, 1
+    forward = target.forward_packed(mx.array(tokens), mx.array(documents), drafter.config.target_layer_ids)
+    context = drafter.fuse(forward.taps)
+    mx.eval(context)
+    proposals = propose_everywhere(target, drafter, tokens, documents, context, texts, block_size)
+    return [matched(text, proposed) for text, proposed in zip(texts, proposals)]
+
+
+def propose_everywhere(target, drafter, tokens, documents, context, texts, block_size):
+    """Proposals [len(answer)−1, B−1] of every text, one block for each pending answer token."""
+    longest = max(len(text.answer) for text in texts) - 1
+    starts = np.array([[len(text.prompt)] for text in texts])
+    step = max(1, BLOCKS_PER_PASS // len(texts))
+    parts = []
+    for first in range(0, longest, step):
+        positions = np.minimum(starts + first + np.arange(step), tokens.shape[1] - 1).astype(np.int32)
+        pending = np.take_along_axis(tokens, positions, axis=1)
+        R, N = positions.shape
+        rows = drafter.noise(target, mx.array(pending.reshape(R * N, 1)), block_size).reshape(R, N, block_size, -1)
+        hidden = drafter.blocks(context, rows, mx.array(positions), mx.array(documents))
+        parts.append(np.array(mx.argmax(target.score(hidden[:, :, 1:]), axis=-1)))
+    everywhere = np.concatenate(parts, axis=1)
+    return [everywhere[row, : len(text.answer) - 1] for row, text in enumerate(texts)]
+
+
+def matched(text, proposed):
+    """Length of each row's run of proposals that equal the text that follows, cut where the text ends."""
+    answer = np.array(text.answer)
+    lengths = np.zeros(len(proposed), np.int64)
+    for pending, row in enumerate(proposed):
+        following = answer[pending + 1 :]
+        count = min(len(row), len(following))
+        misses = np.flatnonzero(row[:count] != following[:count])
+        lengths[pending] = misses[0] if len(misses) else count
+    return lengths
+
+
+def walk(text, accepted):
+    """Committed tokens of each cycle over one text: accepted + 1, and nothing past the text's end."""
+    committed, pending, last = [], 0, len(text.answer) - 1
+    while pending < last:
+        committed.append(min(int(accepted[pending]) + 1, last - pending))
+        pending += committed[-1]
+    return committed
+
+
+def walked_tau(target, drafter, texts, block_size):
+    """Tau of a drafter walked over greedy texts at one block size. Returns Tau."""
+    accepted = accepted_everywhere(target, drafter, texts, block_size)
+    walks = [walk(text, lengths) for text, lengths in zip(texts, accepted)]
+    cycles = sum(map(len, walks))
+    means = [sum(walked) / len(walked) for walked in walks]
+    return Tau(sum(map(sum, walks)) / cycles, sum(means) / len(means), cycles, len(texts))
