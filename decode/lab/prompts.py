@@ -70,7 +70,7 @@ def load(source: str, limit: int | None = None) -> PromptSet:
     prompts = [parse(path, number, line) for number, line in rows]
     refuse_duplicates(path, prompts)
     name = path.stem if path.parent == FOLDER else str(source)
-    return PromptSet(name, hashlib.sha256(data).hexdigest(), len(prompts), tuple(sample(prompts, limit)))
+    return PromptSet(name, hashlib.sha256(data).hexdigest(), len(prompts), tuple(spread(prompts, limit)))
 
 
 def find(source):
@@ -115,8 +115,8 @@ def refuse_duplicates(path, prompts):
         seen.add(prompt.id)
 
 
-def sample(prompts, limit):
-    """`limit` prompts at the middles of equal stretches of the file; all of them where limit is None."""
-    if limit is None or limit >= len(prompts):
-        return prompts
-    return [prompts[int((index + 0.5) * len(prompts) / limit)] for index in range(limit)]
+def spread(items, limit):
+    """`limit` items from the middles of equal stretches of a list; all of them where limit is None or not less."""
+    if limit is None or limit >= len(items):
+        return list(items)
+    return [items[int((index + 0.5) * len(items) / limit)] for index in range(limit)]

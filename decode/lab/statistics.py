@@ -13,6 +13,7 @@ import math
 LOOP_NGRAM = 8  # tokens; cited: the length at which a prior lab on gated LoRA drafting called a continuation looping
 LOOP_SHARE = 0.05  # of 8-gram starts; cited: same
 CONFIDENCE = 0.95
+STAGES = ("draft", "verify", "commit")
 FEWEST_PROMPTS = 10  # assumed: below it a t interval's tails rest on too few prompts, so only the range is given
 
 
@@ -128,6 +129,19 @@ def survival(rows):
         reached = [accepted >= j for proposed, accepted in cycles if proposed >= j]
         shares.append(sum(reached) / len(reached))
     return shares
+
+
+def stage_ms(stages):
+    """Mean milliseconds per cycle of each stage, over the instrumented runs of one arm; None without cycles.
+
+    `cycle` is decode time ÷ cycles of that same pass, and `other` what no stage accounts for.
+    """
+    cycles = sum(stage["cycles"] for stage in stages)
+    if not cycles:
+        return None
+    mean = {name: 1e3 * sum(stage[name] for stage in stages) / cycles for name in (*STAGES, "seconds")}
+    cycle = mean.pop("seconds")
+    return mean | {"other": cycle - sum(mean.values()), "cycle": cycle}
 
 
 def timings(rows):

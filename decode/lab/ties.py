@@ -28,7 +28,7 @@ class Verify:
 
     start   index, among the emitted tokens, of the first token it committed
     rows    token ids it was given: the pending token and K proposals
-    logits  [1+K, V] as recorded, or None where they were not kept
+    logits  [n,V] as recorded, of the n rows that emitted tokens, or None where they were not kept
     """
 
     start: int
@@ -85,7 +85,7 @@ def audit(target, prompt, plain, speculative, verify):
 
     prompt: token ids; plain, speculative: the emitted ids; verify: the Verify that committed the diverging token, or
     None where the token came from prefill. Returns a dict for the result file: class, position, tokens, logits, gaps,
-    dtype, verify width, and `recorded_difference` = max |wide − recorded| over the verify's rows.
+    dtype, verify width, and `recorded_difference` = max |wide − recorded| over the rows that emitted tokens.
     """
     position = first_divergence(plain, speculative)
     record = {"position": position, "verify_width": verify and len(verify.rows)}
@@ -117,9 +117,10 @@ def fresh(target, committed, rows):
 
 
 def difference(rows, recorded):
-    """max |rows − recorded| in float32, or None where nothing was recorded."""
+    """max |rows − recorded| in float32 over the rows recorded, or None where nothing was."""
     if recorded is None:
         return None
+    rows = rows[: recorded.shape[0]]
     return mx.max(mx.abs(rows.astype(mx.float32) - recorded.astype(mx.float32))).item()
 
 

@@ -1,0 +1,327 @@
+"""Decode speculatively, and measure what it buys.
+
+    python scripts/spec_decode.py generate --drafter runs/smollm2-135m-dflash --prompt "Explain rain to a child."
+    python scripts/spec_decode.py ksweep --drafter runs/smollm2-135m-dflash --prompts gsm8k --limit 12
+    python scripts/spec_decode.py report runs/ksweep --out runs/reports
+
+generate  writes an answer, streamed to standard output
+ksweep    times mlx_lm, the plain loop, an n-gram control and DFlash at every block size, interleaved, and audits
+          every output that differs from plain; ends with status "failed" where one is a defect
+report    rebuilds the tables of result files from their rows
+"""
+
+import argparse
+import datetime
+import pathlib
+import sys
+import tempfile
+
+import edge
+from kernels.errors import UserError
+
+RUNS = edge.ROOT / "runs"
+BLOCK_SIZES = (2, 4, 8, 16)
+BLOCK = "a block is the pending token and at least one proposal"
+PROBE_BYTES = 1 << 16  # of a result about to be written: a disk this full is refused before the work, not after
+
+
+def main(argv):
+    """Run one subcommand; returns its closing figures."""
+    parser, commands = build_parser()
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        commands[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    return {"generate": generate, "ksweep": ksweep, "report": report}[options.command](options, argv)
+
+
+def build_parser():
+    """The parser, and its subcommands' parsers by name."""
+    parser = edge.Parser(prog="spec_decode.py", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    named = {
+        "generate": commands.add_parser("generate", help="write an answer", description=generate.__doc__),
+        "ksweep": commands.add_parser("ksweep", help="measure block sizes", description=ksweep.__doc__),
+        "report": commands.add_parser("report", help="rebuild tables from results", description=report.__doc__),
+    }
+    for name in ("generate", "ksweep"):
+        add_models(named[name])
+    add_generate(named["generate"])
+    add_ksweep(named["ksweep"])
+    named["report"].add_argument("paths", nargs="+", metavar="PATH", help="result files, or folders of them")
+    named["report"].add_argument("--out", type=pathlib.Path, required=True, help="folder for the .md and .txt tables")
+    return parser, named
+
+
+def add_models(parser):
+    """The options that both decoding commands share."""
+    add = parser.add_argument
+    add("--target", default="smollm2", help="a configs/target name, a folder or a hub id[@revision] (%(default)s)")
+    add("--drafter", "--adapter", dest="drafter", metavar="D", help="a checkpoint folder, a run folder or .safetensors")
+    add("--allow-target-mismatch", action="store_true", help="use a drafter made for another target; recorded")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="compute dtype (the device's own)")
+    add("--raw", action="store_true", help="feed prompts without the chat template")
+    add("--limit", type=whole(1), metavar="N", help="take N prompts, spread evenly over the set (all)")
+
+
+def add_generate(parser):
+    """generate's own options."""
+    add = parser.add_argument
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--prompt", metavar="TEXT", help="the prompt (standard input when neither is given)")
+    source.add_argument("--prompts", metavar="P", help="a shipped set's name, or JSON Lines with `turns` or `prompt`")
+    add("--system", metavar="TEXT", help="a system turn put before every prompt")
+    add("--block-size", type=whole(2, BLOCK), metavar="B", help="rows of a draft pass (the drafter's own)")
+    add("--max-tokens", type=whole(1), default=256, metavar="N", help="longest answer (%(default)s)")
+
+
+def add_ksweep(parser):
+    """ksweep's own options."""
+    add = parser.add_argument
+    add("--prompts", default="suite", metavar="P", help="a shipped set's name, or JSON Lines (%(default)s)")
+    add("--block-sizes", type=several(2, BLOCK), metavar="B,…", help="DFlash arms (2,4,8,16, as far as D was trained)")
+    add("--ngram", type=several(1), default=(3,), metavar="N,…", help="prompt lookup controls (3)")
+    add("--ngram-block-size", type=whole(2, BLOCK), default=8, metavar="B", help="rows of their blocks (%(default)s)")
+    add("--max-tokens", type=whole(1), default=64, metavar="N", help="cap of every answer (%(default)s)")
+    add("--repeats", type=whole(1), default=2, metavar="N", help="timed runs of each arm and prompt (%(default)s)")
+    add("--warmup", type=whole(0), default=1, metavar="N", help="untimed runs of each arm (%(default)s)")
+    add("--seed", type=whole(0), default=0, metavar="N", help="draws the untrained control (%(default)s)")
+    add("--out", type=pathlib.Path, metavar="FILE", help="result JSON (runs/ksweep/TARGET-TIME.json)")
+
+
+def whole(least, why=None):
+    """A converter to whole numbers of at least `least`; why: the reason for that, where it is not plain."""
+    expected = f"expected a whole number, at least {least}{f': {why}' if why else ''}"
+
+    def convert(text):
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"found {text!r}; {expected}") from None
+        if value < least:
+            raise argparse.ArgumentTypeError(f"found {value}; {expected}")
+        return value
+
+    return convert
+
+
+def several(least, why=None):
+    """A converter to different whole numbers, comma-separated, each at least `least`."""
+
+    def convert(text):
+        values = tuple(whole(least, why)(part) for part in text.split(","))
+        twice = sorted({value for value in values if values.count(value) > 1})
+        if twice:
+            raise argparse.ArgumentTypeError(f"{twice[0]} stands twice in {text}; give each value once")
+        return values
+
+    return convert
+
+
+def generate(options, argv):
+    """Write an answer to each prompt: --prompt, --prompts or standard input. Without --drafter it decodes plainly."""
+    texts = read_prompts(options)
+    target, drafter, identity = open_models(options)
+    reason = target.raw_reason(options.raw)
+    template = {"template": f"fed raw: {reason}" if reason else "chat template applied"}
+    show_card(identity_card(target, identity) | template, sys.stderr)
+    prompts = [target.encode(text, raw=options.raw, system=options.system) for text in texts]
+    cycles, tokens, seconds = [], 0, 0.0
+    for prompt in prompts:
+        last = show_answer(target, prompt, drafter, options, cycles)
+        tokens += last.generation_tokens
+        seconds += last.generation_tokens / last.generation_tps
+    tau = sum(cycle.committed for cycle in cycles) / len(cycles) if drafter is not None and cycles else None
+    figures = {"tokens": tokens, "tok_s": tokens / seconds, "tau": tau, "finish": last.finish_reason, "raw": reason}
+    return {"status": "done", "out": None} | figures
+
+
+def show_answer(target, prompt, drafter, options, cycles):
+    """Stream one answer to standard output, its cycles appended to `cycles`; returns the last response."""
+    from decode import stream
+
+    asked = {"max_tokens": options.max_tokens, "block_size": options.block_size, "on_cycle": cycles.append}
+    for response in stream.stream_generate(target, target.tokenizer, prompt, drafter, **asked):
+        print(response.text, end="", flush=True)
+    print(flush=True)
+    return response
+
+
+def read_prompts(options):
+    """The texts to answer, from wherever this command takes them."""
+    if options.prompts:
+        from decode.lab import prompts
+
+        return [prompt.text for prompt in prompts.load(options.prompts, options.limit).prompts]
+    if options.limit:
+        raise UserError("--limit belongs to --prompts, and there is one prompt here; leave it out")
+    if options.prompt is None and sys.stdin.isatty():
+        raise UserError("no prompt: give --prompt TEXT or --prompts P, or pipe a text to standard input")
+    text = sys.stdin.read() if options.prompt is None else options.prompt
+    if not text.strip():
+        raise UserError("the prompt is empty; give --prompt TEXT or pipe a text to standard input")
+    return [text]
+
+
+def open_models(options, control=None):
+    """(target, drafter, the drafter's identity), loaded in that order once the drafter's path is known to be there.
+
+    control: {block_size, seed} of the untrained drafter to draw where none was named; None for no drafter then.
+    """
+    prepare()
+    from decode.lab import arms
+    from drafter import checkpoint
+    from drafter import target as targets
+
+    path = options.drafter and checkpoint.resolve(options.drafter)
+    target = targets.load(options.target, dtype=options.dtype)
+    if path:
+        return target, *arms.open_drafter(target, path, allow_mismatch=options.allow_target_mismatch)
+    return target, *(arms.untrained(target, **control) if control else (None, None))
+
+
+def prepare():
+    """Ready this process for MLX: on a Linux CPU a BLAS must be in place before it loads."""
+    from kernels import backend
+
+    backend.load()
+
+
+def ksweep(options, argv):
+    """Time every arm on every prompt, interleaved, and write the result with all its rows."""
+    from decode.lab import prompts
+
+    chosen = prompts.load(options.prompts, options.limit)
+    out = options.out or default_out(options.target)
+    refuse_unwritable(out)
+    control = {"block_size": max(options.block_sizes or BLOCK_SIZES), "seed": options.seed}
+    target, drafter, identity = open_models(options, control)
+    from decode.lab import arms, experiment, report, timing
+    from drafter import manifest
+
+    sizes = options.block_sizes or tuple(size for size in BLOCK_SIZES if size <= drafter.config.block_size)
+    compared = arms.ksweep(target, drafter, sizes, options.ngram, options.ngram_block_size)
+    plan = timing.Plan(options.max_tokens, options.repeats, options.warmup)
+    encoded = experiment.encode(target, chosen.prompts, plan, raw=options.raw)
+    asked = {name: value for name, value in vars(options).items() if name not in ("command", "out")}
+    found = {"block_sizes": sizes, "prompts": chosen.identity(), "raw_reason": target.raw_reason(options.raw)}
+    header = experiment.header("ksweep", argv, asked | found, target, identity)
+    show_card(ksweep_card(target, identity, chosen, compared, plan, found["raw_reason"]), sys.stdout)
+    result = experiment.run(header, target, compared, encoded, plan, progress)
+    print(report.text(result, result["arms"]), flush=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    manifest.write_json(out, result)
+    return closing(result, out)
+
+
+def default_out(target):
+    """runs/ksweep/<target>-<time>.json."""
+    name = pathlib.PurePath(target.partition("@")[0]).name
+    return RUNS / "ksweep" / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}.json"
+
+
+def refuse_unwritable(out):
+    """Raise now, not after the work, where the result could not be written: write as much nearby and remove that."""
+    if out.is_dir():
+        raise UserError(f"--out {out} is a folder; name a file in it, such as {out / 'ksweep.json'}")
+    folder = next(folder for folder in out.absolute().parents if folder.exists())
+    if not folder.is_dir():
+        raise UserError(f"--out {out}: {folder} is a file; choose a place in a folder")
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".foredraft-", suffix=".partial") as stream:
+            stream.write(b"\0" * PROBE_BYTES)
+            stream.flush()
+    except OSError as error:
+        error.filename = str(out)
+        raise
+
+
+def progress(items, *, total, desc):
+    """Items under a bar on standard error, with rate and time left."""
+    import tqdm
+
+    options = {"unit": " runs", "dynamic_ncols": True, "mininterval": 1.0, "disable": not total}
+    return tqdm.tqdm(items, total=total, desc=desc, **options)
+
+
+def identity_card(target, drafter):
+    """The card's lines on what decodes."""
+    from kernels import backend
+
+    machine = backend.describe()
+    return {
+        "target": f"{target.source} {target.dtype}  fingerprint {target.fingerprint[:16]}…",
+        "drafter": drafter_line(drafter),
+        "device": f"{machine['device']} ({machine['reason']}), BLAS {machine['blas']['name']}, TF32 {machine['tf32']}",
+    }
+
+
+def drafter_line(drafter):
+    """Which drafter, by digest where it has one."""
+    if drafter is None:
+        return "none: plain decoding"
+    if drafter["path"] is None:
+        return f"untrained control, seed {drafter['seed']}"
+    mismatch = "  MADE FOR ANOTHER TARGET" if drafter["target_mismatch"] else ""
+    return f"{drafter['path']}  sha256 {drafter['sha256'][:16]}…{mismatch}"
+
+
+def ksweep_card(target, drafter, chosen, compared, plan, raw_reason):
+    """The card's lines of a ksweep."""
+    template = f"fed raw: {raw_reason}" if raw_reason else "chat template applied"
+    return {
+        **identity_card(target, drafter),
+        "prompts": f"{len(chosen.prompts)} of {chosen.total} of {chosen.name}  sha256 {chosen.sha256[:16]}…  "
+        f"({chosen.identity()['turns']}; {template})",
+        "arms": ", ".join(arm.name for arm in compared),
+        "plan": f"at most {plan.max_tokens} tokens, {plan.repeats} repeat(s) after {plan.warmup} warm-up run(s) an arm",
+    }
+
+
+def show_card(lines, stream):
+    """Print what is about to run, on what."""
+    for name, line in lines.items():
+        print(f"{name:<10} {line}", file=stream, flush=True)
+
+
+def closing(result, out):
+    """The closing figures of a ksweep: its best drafting arm, and whether any divergence is a defect."""
+    drafted = [arm for arm in result["arms"] if arm["kind"] == "dflash" and arm["speedup"]]
+    best = max(drafted, key=lambda arm: arm["speedup"]["ratio"], default=None)
+    defects = sum(arm["divergences"]["defect"] for arm in result["arms"] if arm["divergences"])
+    figures = {"best": None} if best is None else {
+        "best": best["name"],
+        "speedup": best["speedup"]["ratio"],
+        "interval": [best["speedup"]["low"], best["speedup"]["high"]],
+        "tau": best["tau"] and best["tau"]["pooled"],
+        "identical": best["identical"],
+        "prompts": best["prompts"],
+    }  # fmt: skip
+    flagged = len(result["health"]["flagged_rows"])
+    return {
+        "status": "failed" if defects else "done",
+        "out": str(out),
+        **figures,
+        "defects": defects,
+        "flagged_rows": flagged,
+    }
+
+
+def report(options, argv):
+    """Rebuild the tables of result files from their rows, and check the stored figures against them."""
+    prepare()
+    from decode.lab import report as reports
+
+    files = reports.find(options.paths)
+    options.out.mkdir(parents=True, exist_ok=True)
+    changed = {}
+    for file in files:
+        content, names = reports.write(file, options.out)
+        print(f"{file}\n\n{content}", flush=True)
+        changed |= {str(file): names} if names else {}
+    for file, names in changed.items():
+        print(f"{file}: the stored figures of {', '.join(names)} are not what its rows give", file=sys.stderr)
+    return {"status": "failed" if changed else "done", "out": str(options.out), "files": len(files), "changed": changed}
+
+
+if __name__ == "__main__":
+    edge.run(main)
