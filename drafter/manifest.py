@@ -114,11 +114,14 @@ def write_json(path, value):
 
 
 def read_json(path):
-    """The decoded JSON of a file; UserError where it is damaged."""
+    """The decoded JSON object of a file; UserError where it is damaged."""
     try:
-        return json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        value = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON ({error}); restore the file or write the folder again") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: found {type(value).__name__}, expected a JSON object; restore the file")
+    return value
 
 
 def provenance(argv):
@@ -235,17 +238,16 @@ FIELDS = {
 
 def schema_fault(content):
     """What is wrong with a decoded manifest, in words, or None."""
-    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        found = content.get("schema") if isinstance(content, dict) else type(content).__name__
-        return f"found schema {found!r}, expected {SCHEMA!r}"
+    if content.get("schema") != SCHEMA:
+        return f"found schema {content.get('schema')!r}, expected {SCHEMA!r}"
     for field, kind in FIELDS.items():
         if field not in content or not isinstance(content[field], kind):
-            return f"found {field}={content.get(field)!r:.60}, expected the schema's type"
+            return f"found {field}={str(content.get(field))[:60]}, expected the schema's type"
     for name, entry in content["files"].items():
         if not inside(name):
             return f"found the file name {name!r}, expected one inside the folder"
-        if not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str) or type(entry.get("bytes")) is not int:
-            return f"found {entry!r:.60} for {name}, expected sha256 and bytes"
+        if not isinstance(entry, dict) or [type(entry.get(key)) for key in ("sha256", "bytes")] != [str, int]:
+            return f"found {str(entry)[:60]} for {name}, expected sha256 and bytes"
     return None
 
 
@@ -265,9 +267,7 @@ def verify(folder):
         check_file(manifest.folder / name, entry)
     for name in listing(manifest.folder):
         if name not in manifest.files:
-            raise UserError(
-                f"{manifest.folder / name}: unexpected file, not listed in {NAME}; remove it or write the manifest again"
-            )
+            raise UserError(f"{manifest.folder / name}: unexpected file, not listed in {NAME}; remove it")
     return manifest
 
 

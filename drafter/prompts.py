@@ -14,7 +14,7 @@ import numpy as np
 import yaml
 
 from drafter import rng
-from drafter.corpus import records
+from drafter.documents import records
 from kernels.errors import UserError
 
 
@@ -97,7 +97,7 @@ def expand(templates, seed, count):
     while len(chosen) < count:
         tries += 1
         if tries > 50 * count:
-            raise UserError(f"prompts from templates: found {len(chosen)} different ones, expected {count}; lower --count")
+            raise UserError(f"templates: found {len(chosen)} different prompts, expected {count}; lower --count")
         family = families[draw.choice(len(families), p=weights / weights.sum())]
         chosen[fill(family, templates.get("slots", {}), draw)] = None
     return list(chosen)

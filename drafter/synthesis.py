@@ -1,7 +1,5 @@
 """Answers that the target itself writes: the text a drafter learns to predict.
 
-Dimension letters: R rows of the running batch, V vocabulary.
-
 A synthesis folder holds
     answers.jsonl.gz   one answer a line: {"id", "source", "messages", "answer", "prompt_tokens", "answer_tokens",
                        "finish", "temperature"}. Training uses the token ids, since tokenising text again is lossy;
@@ -12,8 +10,6 @@ A synthesis folder holds
 While it runs, whole lines are appended to answers.jsonl; a run that stops, for whatever reason, continues from there.
 """
 
-import collections
-import contextlib
 import dataclasses
 import errno
 import gzip
@@ -24,29 +20,15 @@ import pathlib
 import shutil
 import time
 
-import mlx.core as mx
-from mlx_lm.generate import BatchGenerator, GenerationBatch
-
-from drafter import manifest, rng
-from drafter.corpus import records
-from drafter.prompts import Prompt, normalise
+from drafter import manifest
+from drafter.answers import Job, answer, random_keys
+from drafter.documents import records
+from drafter.prompts import normalise
 from kernels.errors import UserError
 
 ANSWERS, WORKING, SETTINGS = "answers.jsonl.gz", "answers.jsonl", "settings.json"
-IDLE_SHARE = 8  # rows/8 may idle before the batch is re-packed (assumed: half of that is lost, 6 % of the arithmetic)
-PREFILL_SHARE = 4  # prompts are prefilled rows/4 at a time (assumed; bounds the memory of the attention scores)
 FLUSH_SECONDS = 5  # a crash loses at most this much work (assumed)
 BUCKET = 8  # prompts are sorted by length within 8 batches, so that a run cut short still saw a fair sample
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """A prompt ready to be answered: its token ids and its temperature."""
-
-    id: str
-    prompt: Prompt
-    tokens: list
-    temperature: float
 
 
 @dataclasses.dataclass
@@ -59,10 +41,6 @@ class Counts:
     answer_tokens: int = 0
     skipped: dict = dataclasses.field(default_factory=dict)
     failed: dict = dataclasses.field(default_factory=dict)
-
-    def figures(self):
-        """As a manifest records them."""
-        return dataclasses.asdict(self)
 
 
 def plan(target, prompts, *, temperatures, max_tokens, seed, held_out=()):
@@ -100,146 +78,11 @@ def skip_reason(job, jobs, held, max_length, max_tokens):
     return None
 
 
-class Temperature:
-    """A sampler that a batch can apply to all its rows at once; temperature 0 is greedy.
-
-    Sampling is in float32: bfloat16 noise has too few values to draw from 49,000 tokens by.
-    """
-
-    def __init__(self, value, keys):
-        self.value = value
-        self.keys = keys
-
-    def __call__(self, logits):
-        """Token ids [R] from logits or log-probabilities [R, V]."""
-        return draw_tokens(logits, None if self.value == 0 else mx.array([[self.value]] * len(logits)), self.keys)
-
-
-def draw_tokens(logits, temperatures, keys):
-    """Token ids [R] from logits [R, V]; temperatures [R, 1], 0 for greedy rows, or None when every row is greedy."""
-    greedy = mx.argmax(logits, axis=-1)
-    if temperatures is None:
-        return greedy
-    scaled = logits.astype(mx.float32) / mx.maximum(temperatures, 1e-6)
-    return mx.where(temperatures[:, 0] > 0, mx.random.categorical(scaled, key=next(keys)), greedy)
-
-
-class AnswerBatch(GenerationBatch):
-    """mlx-lm's generation batch without the work that synthesis has no use for.
-
-    Upstream splits every step's log-probabilities into R arrays (measured on two CPU cores: 22 ms a step at R = 1024,
-    before any arithmetic), samples row by row when samplers differ, and copies every cache whenever one row finishes.
-    Here a step takes the argmax of the raw logits or samples all rows in one call, and finished rows idle until R/8
-    of them can be dropped together. `next` reports finished rows only: (uid, answer tokens, finish).
-    """
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.answers = [[] for _ in self.uids]
-        self.finished = [False] * len(self.uids)
-        self.eos_ids = frozenset()
-        self.temperatures = None
-
-    def extend(self, batch):
-        super().extend(batch)
-        self.answers += [[] for _ in batch.uids]
-        self.finished += [False] * len(batch.uids)
-        self._forget()
-
-    def filter(self, keep):
-        super().filter(keep)
-        self.answers = [self.answers[row] for row in keep]
-        self.finished = [self.finished[row] for row in keep]
-        self._forget()
-
-    def _forget(self):
-        """Drop what upstream keeps for its responses; renew the rows' temperatures [R, 1]."""
-        self._current_logprobs, self._next_logprobs = [], [None] * len(self.uids)
-        values = [sampler.value for sampler in self.samplers]
-        self.temperatures = mx.array(values)[:, None] if any(values) else None
-
-    def _step(self):
-        """Start the next step and return the tokens of this one."""
-        self._current_tokens = self._next_tokens
-        logits = self.model(self._current_tokens[:, None], cache=self.prompt_cache)[:, -1]
-        self._next_tokens = draw_tokens(logits, self.temperatures, self.fallback_sampler.keys)
-        mx.async_eval(self._next_tokens)
-        return self._current_tokens.tolist()
-
-    def next(self):
-        done = []
-        for row, token in enumerate(self._step() if self.uids else []):
-            if self.finished[row]:
-                continue
-            self.answers[row].append(token)
-            stopped = token in self.eos_ids
-            if stopped or len(self.answers[row]) >= self.max_tokens[row]:
-                self.finished[row] = True
-                done.append((self.uids[row], self.answers[row], "stop" if stopped else "length"))
-        idle = sum(self.finished)
-        if idle * IDLE_SHARE >= len(self.uids) and idle:
-            self.filter([row for row, finished in enumerate(self.finished) if not finished])
-        return done
-
-
-def make_generator(target, batch_size, keys):
-    """mlx-lm's continuous batching over `batch_size` rows, with AnswerBatch as its running batch."""
-    generator = BatchGenerator(
-        target.model,
-        sampler=Temperature(0.0, keys),
-        completion_batch_size=batch_size,
-        prefill_batch_size=max(1, batch_size // PREFILL_SHARE),
-    )
-    batch = AnswerBatch.empty(target.model, generator.sampler)
-    batch.eos_ids = frozenset(target.eos_ids)
-    generator._generation_batch = batch
-    return generator
-
-
-def random_keys(seed, stream):
-    """An endless stream of sampling keys."""
-    step = 0
-    while True:
-        yield rng.key(seed, stream, step)
-        step += 1
-
-
-def answer(target, jobs, *, batch_size, max_tokens, keys, feed=lambda: True, observe=lambda tokens: None):
-    """Yield (job, answer tokens, finish) in the order in which answers finish.
-
-    feed: called before prompts are added; False ends the run once the answers begun are finished (dropping those
-    would favour short answers). observe: called after every step with the number of tokens it generated. keys: sampling keys, one used a step.
-    """
-    waiting = collections.deque(jobs)
-    running = {}
-    samplers = {value: Temperature(value, keys) for value in {job.temperature for job in jobs}}
-    with contextlib.closing(make_generator(target, batch_size, keys)) as generator:
-        while running or waiting:
-            if waiting and not feed():
-                waiting.clear()
-            batch = [waiting.popleft() for _ in range(min(batch_size - len(running), len(waiting)))]
-            running |= zip(insert(generator, batch, samplers, max_tokens), batch, strict=True)
-            for uid, tokens, finish in generator.next()[1]:
-                yield running.pop(uid), tokens, finish
-            observe(len(running))
-
-
-def insert(generator, jobs, samplers, max_tokens):
-    """Queue jobs in a generator; returns their uids."""
-    if not jobs:
-        return []
-    tokens = [job.tokens for job in jobs]
-    return generator.insert(tokens, [max_tokens] * len(jobs), samplers=[samplers[job.temperature] for job in jobs])
-
-
 def batching_order(jobs, batch_size):
     """Jobs sorted by prompt length within windows of BUCKET batches: less padding, and still a fair sample."""
     window = BUCKET * batch_size
     parts = [jobs[start : start + window] for start in range(0, len(jobs), window)]
     return [job for part in parts for job in sorted(part, key=lambda job: len(job.tokens))]
-
-
-# The folder.
 
 
 class Journal:
@@ -250,20 +93,30 @@ class Journal:
         self.path = self.folder / WORKING
         self.packed = self.folder / ANSWERS
 
-    def open(self, settings):
-        """Start a run or continue one with the same settings; returns the rows already answered, as (id, tokens)."""
+    def read(self, settings):
+        """The answers already there, as {id: how many tokens}; UserError where they are damaged or of another run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         check_settings(self.folder / SETTINGS, settings)
+        if self.complete:
+            manifest.verify(self.folder)
+        drop_torn_line(self.path)
+        found = next((path for path in (self.path, self.packed) if path.exists() and path.stat().st_size), None)
+        return {row["id"]: len(row["answer_tokens"]) for _, row in records(found)} if found else {}
+
+    @property
+    def complete(self):
+        """Whether the folder ended in a manifest, whatever remained to be answered."""
+        return (self.folder / manifest.NAME).exists()
+
+    def begin(self):
+        """Make the folder one that answers can be appended to: unpacked, and with no manifest to contradict."""
+        (self.folder / manifest.NAME).unlink(missing_ok=True)
         if self.packed.exists() and not self.path.exists():
             with gzip.open(self.packed) as source, manifest.atomic(self.path) as sink:
                 shutil.copyfileobj(source, sink)
-        drop_torn_line(self.path)
-        if not self.path.exists() or self.path.stat().st_size == 0:
-            return {}
-        return {row["id"]: len(row["answer_tokens"]) for _, row in records(self.path)}
 
     def append(self, rows):
-        """Append rows as whole lines; when the disk refuses, the file keeps its earlier length."""
+        """Append rows as whole lines; when that fails, the file keeps its earlier length."""
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
         with open(self.path, "ab", buffering=0) as stream:
             start = stream.tell()
@@ -272,9 +125,10 @@ class Journal:
                 if written != len(lines):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
                 os.fsync(stream.fileno())
-            except OSError as error:
+            except BaseException as error:
                 stream.truncate(start)
-                error.filename = str(self.path)
+                if isinstance(error, OSError):
+                    error.filename = str(self.path)
                 raise
 
     def pack(self):
@@ -288,13 +142,15 @@ class Journal:
 def check_settings(path, settings):
     """Write the settings of a new run; for one being continued, raise UserError naming the first that differs."""
     if not path.exists():
+        if any(path.parent.iterdir()):
+            raise UserError(f"{path.parent}: found files but no {path.name}, so no synthesis run; choose another --out")
         manifest.write_json(path, settings)
         return
-    earlier = manifest.read_json(path)
+    begun = manifest.read_json(path)
     for name, value in settings.items():
-        if earlier.get(name) != value:
+        if begun.get(name) != value:
             raise UserError(
-                f"{path}: the run begun here has {name}={earlier.get(name)}, this one {value}; "
+                f"{path}: the run begun here has {name}={begun.get(name)}, this one {value}; "
                 "give the same, or choose another --out"
             )
 
@@ -303,9 +159,7 @@ def drop_torn_line(path):
     """Cut off what follows the last line end: the remains of a write that was interrupted."""
     if path.exists():
         content = path.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            os.truncate(path, whole)
+        os.truncate(path, content.rfind(b"\n") + 1)
 
 
 def make_row(target, job, tokens, finish):
@@ -345,17 +199,19 @@ def run(
     tokens this step generated, and the answers expected.
     """
     counts, jobs = plan(target, prompts, temperatures=temperatures, max_tokens=max_tokens, seed=seed, held_out=held_out)
+    identity = target.identity()
+    settings = {name: identity[name] for name in identity if name != "source"}
+    settings |= {"prompts": data, "seed": seed, "temperatures": list(temperatures), "max_tokens": max_tokens}
     journal = Journal(folder)
-    answered = journal.open(
-        {"target": target.identity(), "prompts": data, "seed": seed}
-        | {"temperatures": list(temperatures), "max_tokens": max_tokens}
-    )
+    answered = journal.read(settings)
     waiting = batching_order([job for job in jobs if job.id not in answered], batch_size)
     counts.input += len(answered.keys() - {job.id for job in jobs})  # prompts of an earlier, larger call
     counts.written, counts.answer_tokens = len(answered), sum(answered.values())
+    if journal.complete and not waiting:
+        return counts
     expected = len(answered) + len(waiting)
     stop = time.monotonic() + 60 * minutes if minutes else float("inf")
-    answers = answer(
+    answering = answer(
         target,
         waiting,
         batch_size=batch_size,
@@ -364,18 +220,19 @@ def run(
         feed=lambda: time.monotonic() < stop,
         observe=lambda tokens: progress(counts.written, tokens, expected),
     )
-    record(target, answers, journal, counts)
+    journal.begin()
+    record(target, answering, journal, counts)
     counts.remaining = expected - counts.written - sum(counts.failed.values())
     journal.pack()
-    manifest.write(folder, kind="synthesis", target=target.identity(), data=data, argv=argv, extra=counts.figures())
+    manifest.write(folder, kind="synthesis", target=identity, data=data, argv=argv, extra=dataclasses.asdict(counts))
     return counts
 
 
-def record(target, answers, journal, counts):
+def record(target, answering, journal, counts):
     """Append answers to the journal as they come, in batches, keeping the counts."""
     rows, flushed = [], time.monotonic()
     try:
-        for job, tokens, finish in answers:
+        for job, tokens, finish in answering:
             if finish == "stop" and len(tokens) == 1:
                 counts.failed["empty answer"] = counts.failed.get("empty answer", 0) + 1
                 continue
@@ -386,4 +243,5 @@ def record(target, answers, journal, counts):
                 journal.append(rows)
                 rows, flushed = [], time.monotonic()
     finally:
-        journal.append(rows)
+        if rows:
+            journal.append(rows)

@@ -7,6 +7,7 @@ Prompts come from JSONL (`turns`, of which the first is asked, `prompt` or `ques
 templates. The chat template is applied. The run can be stopped at any time; the same command continues it.
 """
 
+import dataclasses
 import os
 import pathlib
 
@@ -89,7 +90,7 @@ def main(argv):
             minutes=options.minutes,
             progress=progress,
         )
-    return {"status": "done", "out": str(out), "tok_s": progress.rate(), **counts.figures()}
+    return {"status": "done", "out": str(out), "tok_s": progress.rate(), **dataclasses.asdict(counts)}
 
 
 def prepare():
@@ -153,7 +154,8 @@ class Progress:
             self.bar.reset(total)
             self.bar.initial = self.bar.n = answered
         self.tokens += tokens
-        self.bar.set_postfix({"tok/s": f"{self.tokens / max(self.bar.format_dict['elapsed'], 1e-9):,.0f}"}, refresh=False)
+        rate = self.tokens / max(self.bar.format_dict["elapsed"], 1e-9)
+        self.bar.set_postfix({"tok/s": f"{rate:,.0f}"}, refresh=False)
         self.bar.update(answered - self.bar.n)
 
     def rate(self):
