@@ -156,5 +156,5 @@ def hub_config(name, revision):
         return pathlib.Path(hf_hub_download(name, "config.json", revision=revision or None))
     except (OSError, ValueError) as error:  # the hub's errors are all one or the other
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        text = f"target {name}: no folder here, and the hub gave no config.json ({reason}); check the name and the network"
+        text = f"target {name}: no folder here, and the hub gave no config.json ({reason}); check name and network"
         raise UserError(text) from None

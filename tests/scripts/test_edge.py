@@ -1,0 +1,106 @@
+"""Where a command meets a person: exit codes, one line of error, the closing JSON, the nearest option."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import edge
+from kernels.errors import UserError
+
+
+def leave(main, capsys, monkeypatch, *argv):
+    """Run a command to its exit. Returns (exit code, the closing JSON, what went to standard error)."""
+    monkeypatch.setattr(sys, "argv", ["command", *argv])
+    with pytest.raises(SystemExit) as exit_:
+        edge.run(main)
+    printed = capsys.readouterr()
+    return exit_.value.code, json.loads(printed.out.splitlines()[-1]), printed.err
+
+
+def raising(error):
+    def main(argv):
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(("status", "code"), [("done", 0), ("failed", 1)])
+def test_the_status_decides_the_exit_code_and_figures_close_the_output(capsys, monkeypatch, status, code):
+    def main(argv):
+        print("a table")
+        return {"status": status, "out": argv[0], "tau": 2.5}
+
+    assert leave(main, capsys, monkeypatch, "here") == (code, {"status": status, "out": "here", "tau": 2.5}, "")
+
+
+def test_a_users_mistake_is_one_line_and_exit_2(capsys, monkeypatch):
+    code, closing, shown = leave(raising(UserError("block size 1:\n  expected 2 or more")), capsys, monkeypatch)
+    assert code == 2
+    assert closing == {"status": "refused", "error": "block size 1: expected 2 or more"}
+    assert shown == "error: block size 1: expected 2 or more\n"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOENT, errno.EISDIR, errno.ENOTDIR])
+def test_what_the_system_refuses_is_one_line_with_file_reason_and_remedy(capsys, monkeypatch, number):
+    error = OSError(number, os.strerror(number), "runs/out.json")
+    code, closing, shown = leave(raising(error), capsys, monkeypatch)
+    assert code == 2
+    assert len(shown.splitlines()) == 1
+    assert shown.startswith(f"error: runs/out.json: {os.strerror(number).lower()}; ")
+    assert shown.strip().endswith(edge.REMEDY[number])
+    assert closing["status"] == "refused"
+
+
+def test_an_interruption_is_exit_130(capsys, monkeypatch):
+    code, closing, _ = leave(raising(KeyboardInterrupt()), capsys, monkeypatch)
+    assert (code, closing) == (130, {"status": "interrupted"})
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a defect"), OSError(errno.EIO, "a broken disk")])
+def test_a_defect_of_ours_keeps_its_traceback(monkeypatch, error):
+    monkeypatch.setattr(sys, "argv", ["command"])
+    with pytest.raises(type(error)):
+        edge.run(raising(error))
+
+
+def parser():
+    """A parser with an option of its own and one in a sub-command."""
+    top = edge.Parser(prog="spec_decode.py")
+    top.add_argument("--verbose")
+    top.add_subparsers(dest="command").add_parser("ksweep").add_argument("--block-sizes", type=int)
+    return top
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--verbos=x", "ksweep"], "did you mean --verbose?"),
+        (["ksweep", "--block-size=4"], "did you mean --block-sizes?"),
+        (["ksweep", "--block-sizes", "two"], "invalid int value: 'two'"),
+        (["sweep"], "invalid choice: 'sweep'"),
+        (["ksweep", "--utterly-different"], "unrecognized arguments: --utterly-different (see"),
+    ],
+)
+def test_a_wrong_argument_is_a_users_mistake_with_the_nearest_option(argv, words):
+    with pytest.raises(UserError) as refused:
+        parser().parse_args(argv)
+    assert words in str(refused.value)
+
+
+def test_an_option_cannot_be_abbreviated():
+    with pytest.raises(UserError):
+        parser().parse_args(["--verb", "x"])
+
+
+def test_a_command_runs_from_any_folder_with_this_checkouts_rooms(tmp_path):
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("raise RuntimeError('a namesake was imported')")
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import edge, kernels; print(kernels.__file__)"
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{edge.ROOT}"}
+    command = [sys.executable, "-c", code, str(edge.ROOT / "scripts")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == str(edge.ROOT / "kernels" / "__init__.py"), done.stderr
