@@ -73,8 +73,8 @@ def read_synthesis(path, target, allow_mismatch):
     if path.is_dir() or ((folder / manifest.NAME).is_file() and path.name in manifest.read(folder).files):
         record = manifest.verify(folder)
         answers = [name for name in record.files if name.endswith((".jsonl", ".jsonl.gz"))]
-        if record.kind != "synthesis" or len(answers) != 1:
-            raise UserError(f"{folder}: found a folder of kind {record.kind!r}, expected a synthesis folder")
+        if len(answers) != 1:
+            raise UserError(f"{folder}: found a folder of kind {record.kind!r}, expected one with answers (.jsonl.gz)")
         if not allow_mismatch:
             remedy = "synthesize answers with this target, or set data.allow_target_mismatch=true"
             manifest.match_target(record, target.identity(), remedy=remedy)
