@@ -27,29 +27,18 @@ PROBE_BYTES = 1 << 16  # of a result about to be written: a disk this full is re
 
 def main(argv):
     """Run one subcommand; returns its closing figures."""
-    parser, commands = build_parser()
-    options, unknown = parser.parse_known_args(argv)
-    if unknown:
-        commands[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    options = build_parser().parse_args(argv)
     return {"generate": generate, "ksweep": ksweep, "report": report}[options.command](options, argv)
 
 
 def build_parser():
-    """The parser, and its subcommands' parsers by name."""
+    """The parser of all subcommands."""
     parser = edge.Parser(prog="spec_decode.py", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    named = {
-        "generate": commands.add_parser("generate", help="write an answer", description=generate.__doc__),
-        "ksweep": commands.add_parser("ksweep", help="measure block sizes", description=ksweep.__doc__),
-        "report": commands.add_parser("report", help="rebuild tables from results", description=report.__doc__),
-    }
-    for name in ("generate", "ksweep"):
-        add_models(named[name])
-    add_generate(named["generate"])
-    add_ksweep(named["ksweep"])
-    named["report"].add_argument("paths", nargs="+", metavar="PATH", help="result files, or folders of them")
-    named["report"].add_argument("--out", type=pathlib.Path, required=True, help="folder for the .md and .txt tables")
-    return parser, named
+    add_generate(commands.add_parser("generate", help="write an answer", description=generate.__doc__))
+    add_ksweep(commands.add_parser("ksweep", help="measure block sizes", description=ksweep.__doc__))
+    add_report(commands.add_parser("report", help="rebuild tables from results", description=report.__doc__))
+    return parser
 
 
 def add_models(parser):
@@ -64,7 +53,8 @@ def add_models(parser):
 
 
 def add_generate(parser):
-    """generate's own options."""
+    """generate's options."""
+    add_models(parser)
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", metavar="TEXT", help="the prompt (standard input when neither is given)")
@@ -75,7 +65,8 @@ def add_generate(parser):
 
 
 def add_ksweep(parser):
-    """ksweep's own options."""
+    """ksweep's options."""
+    add_models(parser)
     add = parser.add_argument
     add("--prompts", default="suite", metavar="P", help="a shipped set's name, or JSON Lines (%(default)s)")
     add("--block-sizes", type=several(2, BLOCK), metavar="B,…", help="DFlash arms (2,4,8,16, as far as D was trained)")
@@ -86,6 +77,12 @@ def add_ksweep(parser):
     add("--warmup", type=whole(0), default=1, metavar="N", help="untimed runs of each arm (%(default)s)")
     add("--seed", type=whole(0), default=0, metavar="N", help="draws the untrained control (%(default)s)")
     add("--out", type=pathlib.Path, metavar="FILE", help="result JSON (runs/ksweep/TARGET-TIME.json)")
+
+
+def add_report(parser):
+    """report's options."""
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="result files, or folders of them")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for the .md and .txt tables")
 
 
 def whole(least, why=None):
@@ -311,16 +308,17 @@ def report(options, argv):
     prepare()
     from decode.lab import report as reports
 
-    files = reports.find(options.paths)
+    results = reports.find(options.paths)
     options.out.mkdir(parents=True, exist_ok=True)
     changed = {}
-    for file in files:
-        content, names = reports.write(file, options.out)
+    for file, result in results.items():
+        content, names = reports.write(file, result, options.out)
         print(f"{file}\n\n{content}", flush=True)
         changed |= {str(file): names} if names else {}
     for file, names in changed.items():
         print(f"{file}: the stored figures of {', '.join(names)} are not what its rows give", file=sys.stderr)
-    return {"status": "failed" if changed else "done", "out": str(options.out), "files": len(files), "changed": changed}
+    status = "failed" if changed else "done"
+    return {"status": status, "out": str(options.out), "files": len(results), "changed": changed}
 
 
 if __name__ == "__main__":

@@ -157,9 +157,9 @@ def rebuilt(row, position):
     Its rejected proposals are unknown; they lie after the rows that matter, which cannot see them, so the pending
     token stands in for each and only the width has to be right.
     """
-    start = 1
+    start = 1  # the token before it came from prefill
     for proposed, committed in zip(row["proposed_per_cycle"], row["committed_per_cycle"], strict=True):
-        if position < start + committed:
+        if start <= position < start + committed:
             known = row["tokens"][start - 1 : start + committed - 1]
             return ties.Verify(start, tuple(known + known[:1] * (1 + proposed - len(known))))
         start += committed

@@ -36,16 +36,19 @@ def read(path):
 
 
 def find(paths):
-    """The result files named, or lying in the folders named (other JSON there is passed over)."""
-    files = []
+    """{path: result} of the files named, and of those lying in the folders named (other JSON there is passed over)."""
+    found = {}
     for path in map(pathlib.Path, paths):
-        if not path.exists():
-            raise UserError(f"{path}: not found; name a result file, or a folder of them")
-        inside = sorted([*path.glob("*.json"), *path.glob("*.json.gz")]) if path.is_dir() else None
-        files += [path] if inside is None else [file for file in inside if is_result(file)]
-    if not files:
+        inside = sorted([*path.glob("*.json"), *path.glob("*.json.gz")])  # none where path is no folder
+        files = [file for file in inside if is_result(file)] if path.is_dir() else [path]
+        found |= {file: read(file) for file in files}
+    if not found:
         raise UserError(f"no result file in {', '.join(map(str, paths))}; run spec_decode.py ksweep first")
-    return files
+    names = [stem(path) for path in found]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise UserError(f"two results are called {twice}; their tables would share a file: report one at a time")
+    return found
 
 
 def is_result(path):
@@ -57,19 +60,22 @@ def is_result(path):
     return True
 
 
-def write(path, out):
-    """Rebuild one result's tables into folder `out`, as .md and .txt.
+def write(path, result, out):
+    """Rebuild the tables of the result read from `path` into folder `out`, as .md and .txt.
 
     Returns the text, and the names of the arms whose stored figures differ from what the rows give.
     """
-    result = read(path)
     arms = experiment.summarise(result)
-    name = pathlib.Path(path).name.removesuffix(".gz").removesuffix(".json")
     plain = text(result, arms)
     for suffix, content in ((".md", markdown(result, arms)), (".txt", plain)):
-        with manifest.atomic(pathlib.Path(out) / f"{name}{suffix}", "w") as stream:
+        with manifest.atomic(pathlib.Path(out) / f"{stem(path)}{suffix}", "w") as stream:
             stream.write(content)
     return plain, [new["name"] for new, old in zip(arms, result["arms"], strict=False) if not same(new, old)]
+
+
+def stem(path):
+    """A result's name without .json or .json.gz."""
+    return pathlib.Path(path).name.removesuffix(".gz").removesuffix(".json")
 
 
 def same(one, other):

@@ -1,0 +1,73 @@
+"""The order in which arms run, and what is timed."""
+
+import collections
+import dataclasses
+
+import pytest
+
+from decode.lab import timing
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """An arm that notes that it ran."""
+
+    name: str
+    log: list
+
+    def run(self, tokens, max_tokens):
+        self.log.append((self.name, tokens, max_tokens))
+        return f"run of {self.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A prompt whose tokens tell it apart."""
+
+    tokens: str
+
+
+def arms(names, log):
+    """One arm per letter."""
+    return [Arm(name, log) for name in names]
+
+
+@pytest.mark.parametrize(
+    "prompt, repeat, expected", [(0, 0, "Mabcd"), (1, 0, "Mbcda"), (3, 0, "Mdabc"), (1, 2, "Mdabc")]
+)
+def test_the_baseline_stays_first_and_the_others_rotate(prompt, repeat, expected):
+    assert "".join(timing.order("Mabcd", prompt, repeat)) == expected
+
+
+def test_over_a_set_every_arm_stands_equally_often_at_every_place():
+    places = collections.Counter()
+    for prompt in range(8):
+        for place, arm in enumerate(timing.order("Mabcd", prompt, 0)):
+            places[arm, place] += 1
+    assert {places[arm, place] for arm in "abcd" for place in (1, 2, 3, 4)} == {2}
+    assert places["M", 0] == 8
+
+
+def test_arms_are_interleaved_within_prompt_within_repeat():
+    log = []
+    plan = timing.Plan(max_tokens=5, repeats=2, warmup=1)
+    found = list(timing.timed_rows(arms("Mab", log), [Prompt("p"), Prompt("q")], plan))
+    assert [(name, tokens) for name, tokens, _ in log] == [
+        *[("M", "p"), ("a", "p"), ("b", "p"), ("M", "q"), ("b", "q"), ("a", "q")],
+        *[("M", "p"), ("b", "p"), ("a", "p"), ("M", "q"), ("a", "q"), ("b", "q")],
+    ]
+    assert {cap for _, _, cap in log} == {5}
+    assert [(arm.name, place, repeat) for arm, _, place, repeat, *_ in found[:4]] == [
+        ("M", 0, 0),
+        ("a", 1, 0),
+        ("b", 2, 0),
+        ("M", 0, 0),
+    ]
+    assert found[5][4] == "run of a"
+
+
+def test_warm_up_runs_every_arm_as_often_as_asked_and_none_is_timed():
+    log = []
+    list(timing.warm_up(arms("Mab", log), [Prompt("p"), Prompt("q")], timing.Plan(5, repeats=1, warmup=3)))
+    assert collections.Counter(name for name, *_ in log) == {"M": 3, "a": 3, "b": 3}
+    assert not list(timing.warm_up(arms("Mab", log), [Prompt("p")], timing.Plan(5, repeats=1, warmup=0)))
