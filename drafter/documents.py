@@ -80,7 +80,7 @@ def read_synthesis(path, target, allow_mismatch):
             manifest.match_target(record, target.identity(), remedy=remedy)
         path = folder / answers[0]
     documents = [answer_document(f"{path} line {line}", record, target.vocab_size) for line, record in records(path)]
-    return Read(path.name, manifest.sha256_file(path), documents)
+    return Read(f"{folder.resolve().name}/{path.name}", manifest.sha256_file(path), documents)
 
 
 def read_text(path, target):
