@@ -14,8 +14,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 ROOMS = {
     "kernels": """errors blas backend portable verdicts gated_delta causal_conv block_attention small_matmul
         selfcheck""",
-    "drafter": """config rng manifest losses anchors objective fingerprint gguf sources hybrid target heads dflash
-        gated_lora formats documents corpus prompts answers synthesis features checkpoint trainer pretrain variants""",
+    "drafter": """config rng manifest losses anchors fingerprint gguf sources hybrid target heads dflash
+        gated_lora formats documents corpus prompts answers synthesis features checkpoint
+        release objective trainer pretrain variants""",
     "decode": "transaction verify proposers schedule cycle stream",
     "decode.lab": "prompts health statistics ties arms timing walk cost experiment report",
     "scripts": "edge traps train spec_decode synthesize make_variant manifest doctor",
