@@ -31,7 +31,7 @@ LITTLE_DISK = 4 * GIB  # assumed: an environment, the target's download and conv
 
 # M = 64 rows of hidden states times SmolLM2's head, and how much faster than the stock wheel it should be.
 SHAPE = (64, 576, 49152)
-FASTER = 15  # measured: 47 times on two idle x86 cores with AVX-512, 24 with four other programs at work
+FASTER = 15  # measured: 24 to 47 times on two shared x86 cores with AVX-512, by how busy they were
 REPEATS = {"ours": 15, "stock": 3}  # the stock product takes seconds
 
 
