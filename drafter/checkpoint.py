@@ -174,6 +174,13 @@ def load_drafter(path, target, *, allow_mismatch=False):
     return Loaded(drafter, folder, manifest.sha256_file(weight_files(folder)[0]), "dflash", mismatch)
 
 
+def copy_weights(loaded, drafter):
+    """Start `drafter` from a loaded one's weights; refuses shapes that differ, naming them. For warm starts."""
+    weights = dict(tree_flatten(loaded.drafter.parameters()))
+    check_weights(loaded.folder, dict(tree_flatten(drafter.parameters())), weights)
+    drafter.load_weights(list(weights.items()))
+
+
 def check_target(folder, target, allow_mismatch):
     """Verify the folder's manifest and compare its target; returns Loaded's `mismatch`. Raises UserError."""
     if not (folder / manifest.NAME).is_file():
@@ -183,16 +190,12 @@ def check_target(folder, target, allow_mismatch):
             f"drafter {folder}: no {manifest.NAME}, so neither its files nor its target can be checked; "
             "pass --allow-target-mismatch to use it all the same"
         )
-    trained = manifest.verify(folder).target
-    for name, what in (("fingerprint", "target"), ("tokenizer_sha256", "tokenizer")):
-        found, expected = getattr(target, name), trained[name]
-        if found != expected and not allow_mismatch:
-            raise UserError(
-                f"drafter {folder} was trained for another {what}: {expected} ({trained['source']}), this one is {found} "
-                f"({target.source}); train one for it, or pass --allow-target-mismatch"
-            )
-    same = trained["fingerprint"] == target.fingerprint
-    return None if same else {"trained_for": trained["fingerprint"], "used_with": target.fingerprint}
+    record = manifest.verify(folder)
+    if not allow_mismatch:
+        remedy = "train one for it, or pass --allow-target-mismatch"
+        manifest.match_target(record, target.identity(), remedy=remedy)
+    trained = record.target["fingerprint"]
+    return None if trained == target.fingerprint else {"trained_for": trained, "used_with": target.fingerprint}
 
 
 def read_config(folder, config_json, target):

@@ -13,6 +13,7 @@ import re
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
@@ -137,14 +138,14 @@ def compose(overrides):
     """
     for override in overrides:
         check_override(override)
+    ConfigStore.instance().store("schema", Config)
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             composed = hydra_compose("config", overrides)
-        merged = OmegaConf.merge(OmegaConf.structured(Config), composed)
-        missing = sorted(OmegaConf.missing_keys(merged))
+        missing = sorted(OmegaConf.missing_keys(composed))
         if missing:
             raise UserError(f"configuration lacks {', '.join(missing)}; add it, for example {missing[0]}=VALUE")
-        config = OmegaConf.to_object(merged)
+        config = OmegaConf.to_object(composed)
     except ConfigKeyError as error:
         raise UserError(unknown_key(error.full_key)) from error
     except (OmegaConfBaseException, HydraException) as error:

@@ -85,10 +85,7 @@ def read_synthesis(path, target, allow_mismatch):
 
 def read_text(path, target):
     """Read a text file as one document."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}); convert it") from None
+    text = decode_text(path)
     if not text.strip():
         raise UserError(f"{path}: empty file; expected text")
     return Read(path.name, manifest.sha256_file(path), [text_document(text, target)])
@@ -113,6 +110,14 @@ def read_dataset(source, target):
         documents.append(decode_record(f"dataset {source.name} row {number}", record, source.column, target))
         digest.update(json.dumps(record.get(source.column), sort_keys=True, default=str).encode() + b"\n")
     return Read(f"{source.name}[{source.split}]", digest.hexdigest(), documents)
+
+
+def decode_text(path):
+    """The text of a UTF-8 file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}); convert it") from None
 
 
 def records(path):

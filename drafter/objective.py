@@ -10,8 +10,7 @@ import dataclasses
 import mlx.core as mx
 import numpy as np
 
-from drafter import losses
-from drafter.anchors import Anchors
+from drafter import anchors, corpus, losses, rng
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +19,32 @@ class Batch:
 
     tokens: mx.array
     documents: mx.array
-    anchors: Anchors
+    anchors: anchors.Anchors
+
+
+class Feed:
+    """The training batch of any step: rows in an order redrawn each epoch, anchors redrawn each step.
+
+    A step's batch depends on (rows, seed, step) alone, so a resumed run sees what the unsplit one would have.
+    """
+
+    def __init__(self, rows, *, rows_per_step, block_size, per_document, seed):
+        self.rows, self.rows_per_step, self.seed = rows, rows_per_step, seed
+        self.block_size, self.per_document = block_size, per_document
+        self.steps_per_epoch = corpus.batch_count(rows, rows_per_step)
+
+    def __call__(self, step):
+        """The Batch of 0-based `step`."""
+        epoch, index = divmod(step, self.steps_per_epoch)
+        _, rows = next(corpus.batches(self.rows, self.rows_per_step, self.seed, epoch, start=index))
+        return blocked(rows, self.block_size, self.per_document, rng.numpy_rng(self.seed, "anchors", step))
+
+
+def blocked(rows, block_size, per_document, generator):
+    """A `corpus.Batch` with blocks drawn by a NumPy generator. Returns Batch."""
+    fields = (rows.tokens, rows.loss_mask, rows.documents)
+    drawn = anchors.sample(*fields, block_size=block_size, per_document=per_document, rng=generator)
+    return Batch(mx.array(rows.tokens), mx.array(rows.documents), drawn)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +83,12 @@ class Objective:
 
     def prepare(self, drafter, batch):
         """Taps, embedded blocks and padded indices of a batch; nothing here has a gradient. Returns Prepared."""
-        anchors = batch.anchors
-        R, N, B = anchors.labels.shape
+        drawn = batch.anchors
+        R, N, B = drawn.labels.shape
         taps = self.target.forward_packed(batch.tokens, batch.documents, drafter.config.target_layer_ids).taps
-        pending = mx.array(anchors.labels[:, :, 0].reshape(R * N, 1))
+        pending = mx.array(drawn.labels[:, :, 0].reshape(R * N, 1))
         rows = drafter.noise(self.target, pending, B).reshape(R, N, B, -1)
-        flat = np.flatnonzero(anchors.supervised)
+        flat = np.flatnonzero(drawn.supervised)
         padded = np.zeros(-(-max(1, len(flat)) // self.rows_per_chunk) * self.rows_per_chunk, np.int32)
         padded[: len(flat)] = flat
         weights = self.slot_weights[padded % B] * (np.arange(len(padded)) < len(flat))
@@ -72,10 +96,10 @@ class Objective:
         return Prepared(
             taps=tuple(mx.stop_gradient(tap) for tap in taps),
             rows=mx.stop_gradient(rows),
-            positions=mx.array(anchors.positions),
+            positions=mx.array(drawn.positions),
             documents=batch.documents,
             slots=mx.array(padded.reshape(chunked)),
-            labels=mx.array(anchors.labels.reshape(-1)[padded].reshape(chunked)),
+            labels=mx.array(drawn.labels.reshape(-1)[padded].reshape(chunked)),
             weights=mx.array(weights.astype(np.float32).reshape(chunked)),
         )
 

@@ -14,7 +14,7 @@ import numpy as np
 import yaml
 
 from drafter import rng
-from drafter.documents import records
+from drafter.documents import decode_text, records
 from kernels.errors import UserError
 
 
@@ -48,7 +48,7 @@ def read_prompts(path, *, system=None, seed=0, count=None):
     if path.suffix in (".yaml", ".yml"):
         texts = expand(read_templates(path), seed, count)
     elif path.suffix == ".txt":
-        texts = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        texts = [line.strip() for line in decode_text(path).splitlines() if line.strip()]
     else:
         texts = [turns(path, number, record)[0] for number, record in records(path)]
     if not texts:
@@ -73,7 +73,7 @@ def read_turns(path):
 def read_templates(path):
     """The decoded YAML of a template file."""
     try:
-        content = yaml.safe_load(pathlib.Path(path).read_text(encoding="utf-8"))
+        content = yaml.safe_load(decode_text(pathlib.Path(path)))
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
     if not isinstance(content, dict) or not isinstance(content.get("families"), dict):

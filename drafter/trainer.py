@@ -63,6 +63,10 @@ class Trainer:
 
     def step(self, number, batch):
         """Take 0-based step `number` on a batch. Returns StepRecord; raises NonFinite."""
+        return self.finish(self.launch(number, batch))
+
+    def launch(self, number, batch):
+        """Start step `number` on the device and return what `finish` needs; the host is free meanwhile."""
         start = time.perf_counter()
         prepared = self.objective.prepare(self.drafter, batch)
 
@@ -77,11 +81,17 @@ class Trainer:
         self.optimizer.learning_rate = rate
         self.parameters = self.optimizer.apply_gradients(gradients, self.parameters)
         loss = loss / weight
-        mx.eval(loss, norm, self.parameters, self.optimizer.state)
+        mx.async_eval(loss, norm, self.parameters, self.optimizer.state)
         self.show()
-        if not (math.isfinite(loss.item()) and math.isfinite(norm.item())):
-            raise NonFinite(f"step {number + 1}: loss {loss.item()}, gradient norm {norm.item()}")
-        return StepRecord(number + 1, loss.item(), norm.item(), rate, time.perf_counter() - start)
+        return number, loss, norm, rate, start
+
+    def finish(self, launched):
+        """Wait for a launched step. Returns StepRecord; raises NonFinite."""
+        number, loss, norm, rate, start = launched
+        loss, norm = loss.item(), norm.item()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise NonFinite(f"step {number + 1}: loss {loss}, gradient norm {norm}")
+        return StepRecord(number + 1, loss, norm, rate, time.perf_counter() - start)
 
     def state(self):
         """Everything a later `restore` needs, as {name: array}: master weights and optimizer state, float32."""
@@ -104,8 +114,11 @@ def fit(trainer, batches, *, start, options, evaluators, save, log, stopping):
     every evaluation (with its figures), and when stopping. log({...}): one line of metrics. stopping() -> bool: asked
     after every step.
     """
+    batch = batches(start) if start < trainer.steps else None
     for number in range(start, trainer.steps):
-        record = trainer.step(number, batches(number))
+        launched = trainer.launch(number, batch)
+        batch = batches(number + 1)  # while the device works
+        record = trainer.finish(launched)
         log(dataclasses.asdict(record))
         done, last = number + 1, number + 1 == trainer.steps
         figures = None

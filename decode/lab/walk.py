@@ -13,6 +13,7 @@ import numpy as np
 from drafter import synthesis
 from drafter.prompts import Prompt
 
+TEXT_PROMPT = 32  # tokens of plain text that a walk begins after (assumed)
 BLOCKS_PER_PASS = 256  # anchors drafted from at once over all rows; bounds memory (assumed)
 
 
@@ -32,6 +33,21 @@ class Tau:
     per_prompt: float
     cycles: int
     texts: int
+
+
+def held_out_prompts(rows, count):
+    """Token ids of up to `count` held-out documents' prompts, spread over the packed `corpus.Rows`.
+
+    A prompt is what stands before a document's first supervised token; plain text lends its first 32 tokens.
+    """
+    prompts = []
+    for tokens, loss_mask, documents in zip(rows.tokens, rows.loss_mask, rows.documents):
+        for document in np.unique(documents[documents > 0]):
+            own = documents == document
+            before = int(np.argmax(loss_mask[own])) or TEXT_PROMPT
+            prompts.append([int(token) for token in tokens[own][:before]])
+    step = max(1, len(prompts) // count)
+    return prompts[::step][:count]
 
 
 def greedy_texts(target, prompts, max_tokens, batch_size=16):

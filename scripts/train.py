@@ -1,0 +1,391 @@
+"""Train a drafter for a frozen target.
+
+    python scripts/train.py +experiment=quickstart
+    python scripts/train.py +experiment=dflash_smollm2 data.sources=[runs/synthesis/mine] trainer.steps=4000
+    python scripts/train.py +experiment=custom_target target.source=my/model --dry-run
+
+Experiments are the files of configs/experiment; every KEY=VALUE after one overrides it (keys: drafter/config.py).
+Writes runs/NAME/RUN/: config.yaml, metrics.jsonl, step-N/, manifest.json; `latest` and `best` point at steps. An
+interrupt saves the step and leaves; the same command with run=RUN resume=auto continues it to the same weights.
+"""
+
+import datetime
+import json
+import os
+import pathlib
+import signal
+import time
+
+import edge
+from kernels.errors import UserError
+
+
+def parse(argv):
+    """The command's options."""
+    parser = edge.Parser(prog="train.py", description=__doc__)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="+experiment=NAME, and any key of drafter/config.py")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration, sizes and memory; train nothing")
+    return parser.parse_intermixed_args(argv)
+
+
+def main(argv):
+    """Train; returns the closing figures."""
+    options = parse(argv)
+    os.environ.setdefault("MLX_CUDA_USE_CUDNN_SDPA", "0")  # packed rows need array masks, which cuDNN plans per shape
+    from kernels import backend
+
+    backend.load()
+    from drafter import config as configuration
+
+    config = configuration.compose(options.overrides)
+    session = Session(config, argv)
+    if options.dry_run:
+        return session.dry_run()
+    return session.train()
+
+
+class Session:
+    """One run of one configuration: what is loaded, where it writes, and how it ends."""
+
+    def __init__(self, config, argv):
+        from drafter import checkpoint, dflash, target
+
+        self.config, self.argv = config, argv
+        self.stop = False
+        self.target = target.load(config.target.source, dtype=config.target.dtype, revision=config.target.revision)
+        self.drafter = dflash.DFlash(dflash.config_for(self.target, config.drafter))
+        dflash.initialise(self.drafter, self.target, config.trainer.seed)
+        if config.init_from:
+            warm = checkpoint.load_drafter(config.init_from, self.target, allow_mismatch=True)
+            checkpoint.copy_weights(warm, self.drafter)
+        self.corpus = self.read_corpus()
+        self.run = run_folder(config)
+
+    def read_corpus(self):
+        """The packed rows of the configured sources."""
+        from drafter import corpus
+        from drafter.documents import Source
+
+        data = self.config.data
+        sources = [Source(name, data.kind, data.split, data.column) for name in data.sources]
+        return corpus.rows(
+            sources,
+            self.target,
+            length=data.row_tokens,
+            seed=self.config.trainer.seed,
+            validation=data.validation_fraction,
+            max_documents=data.max_documents,
+            allow_mismatch=data.allow_target_mismatch,
+        )
+
+    def card(self):
+        """Print what is about to run, on what, with digests."""
+        from drafter import config as configuration
+        from drafter import dflash
+        from kernels import backend
+
+        machine, train = backend.describe(), self.corpus.train
+        mask, why = self.drafter.config.mask_token_id, "as configured"
+        if self.config.drafter.mask_token_id is None:
+            mask, why = self.target.spare_id()
+        print(f"target       {self.target.source} {self.target.dtype}  fingerprint {self.target.fingerprint[:16]}…")
+        print(f"device       {machine['device']} ({machine['reason']}), BLAS {machine['blas']['name']}")
+        print(f"drafter      {dflash.describe(self.drafter.config)}, {dflash.parameter_count(self.drafter):,} parameters")
+        print(f"mask token   {mask} ({why})")
+        print(f"data         {train.counts['documents']:,} documents in {len(train):,} rows, "
+              f"{train.counts['answer_tokens']:,} tokens under the loss  sha256 {train.sha256[:16]}…")
+        print(f"held out     {self.corpus.validation.counts['documents']:,} documents")
+        print(f"steps        {self.config.trainer.steps:,} of {self.config.trainer.rows_per_step} rows, "
+              f"{self.epochs():.2g} epochs  config {configuration.digest(self.config)[:16]}…")
+        print(f"run          {self.run}", flush=True)
+
+    def epochs(self):
+        """How often the run sees the whole corpus."""
+        from drafter import corpus
+
+        return self.config.trainer.steps / corpus.batch_count(self.corpus.train, self.config.trainer.rows_per_step)
+
+    def dry_run(self):
+        """Print the card, the memory estimate and the resolved configuration; write nothing."""
+        import yaml
+
+        from drafter import config as configuration
+        from drafter import dflash
+
+        self.card()
+        memory = memory_estimate(self.target, self.drafter, self.config)
+        print("memory       " + ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in memory.items()))
+        print(yaml.safe_dump(configuration.resolved(self.config), sort_keys=False), end="")
+        return {
+            "status": "done",
+            "out": None,
+            "parameters": dflash.parameter_count(self.drafter),
+            "memory_bytes": sum(memory.values()),
+            "config_digest": configuration.digest(self.config),
+        }
+
+    def train(self):
+        """Run the steps that remain; returns the closing figures."""
+        from drafter import checkpoint, objective, trainer
+
+        settings = self.config.trainer
+        self.open_run()
+        goal = objective.Objective(
+            self.target,
+            self.config.loss.name,
+            self.config.drafter.block_size,
+            gamma=self.config.loss.gamma,
+            rows_per_chunk=self.config.loss.rows_per_chunk,
+        )
+        loop = trainer.Trainer(self.drafter, goal, self.config.optimizer, settings.steps, self.target.dtype)
+        self.best = {}
+        start = self.restore(loop)
+        self.card()
+        feed = objective.Feed(
+            self.corpus.train,
+            rows_per_step=settings.rows_per_step,
+            block_size=self.config.drafter.block_size,
+            per_document=settings.anchors_per_document,
+            seed=settings.seed,
+        )
+        before = self.target.live_digest()
+        with Log(self.run, self.config, start) as log, interruptible(self):
+            try:
+                done = trainer.fit(
+                    loop,
+                    feed,
+                    start=start,
+                    options=settings,
+                    evaluators=[self.validation(goal), self.walk()],
+                    save=lambda step, figures: self.save(loop, step, figures, log),
+                    log=log,
+                    stopping=lambda: self.stop,
+                )
+            except trainer.NonFinite as error:
+                good = checkpoint.newest_whole(self.run)
+                raise UserError(
+                    f"{error}; the last good checkpoint is {good or 'none: no step was saved yet'}; lower "
+                    "optimizer.learning_rate or look at the data, then continue with resume=auto"
+                ) from error
+        if self.target.live_digest() != before:
+            raise UserError(f"target {self.target.source}: its parameters changed during training; this is a defect")
+        return self.closing(done)
+
+    def open_run(self):
+        """Make the run's folder and write its configuration; refuse one that holds another run."""
+        import yaml
+
+        from drafter import config as configuration
+        from drafter import manifest
+
+        record = self.run / "config.yaml"
+        if record.is_file():
+            earlier = yaml.safe_load(record.read_text())
+            now = json.loads(json.dumps(configuration.resolved(self.config)))
+            differing = [key for key in now if key not in configuration.NOT_TRAINING and now[key] != earlier.get(key)]
+            if self.config.resume != "auto":
+                raise UserError(f"{self.run}: holds a run already; continue it with resume=auto, or choose another run=NAME")
+            if differing:
+                raise UserError(f"{self.run}: was begun with another {differing[0]}; give the same values, or choose another run=NAME")
+            return
+        self.run.mkdir(parents=True, exist_ok=True)
+        with manifest.atomic(record, "w") as stream:
+            yaml.safe_dump(configuration.resolved(self.config), stream, sort_keys=False)
+
+    def restore(self, loop):
+        """Continue from the newest whole step when asked; returns the steps already done."""
+        from drafter import checkpoint
+
+        folder = checkpoint.newest_whole(self.run) if self.config.resume == "auto" else None
+        if folder is None:
+            return 0
+        arrays, state = checkpoint.load_training(folder)
+        loop.restore(arrays)
+        self.best = state["best"]
+        print(f"continuing   {folder}")
+        return state["step"]
+
+    def validation(self, goal):
+        """An evaluator: loss and per-slot agreement on held-out rows, with anchors that never change."""
+        import numpy as np
+
+        from drafter import corpus, objective, rng
+
+        settings = self.config.trainer
+        rows = self.corpus.validation
+        held = corpus.select(rows, np.arange(min(settings.validation_rows, len(rows))))
+        generator = rng.numpy_rng(settings.seed, "validation anchors", 0)
+        batch = objective.blocked(held, self.config.drafter.block_size, settings.anchors_per_document, generator)
+        return lambda drafter: goal.summary(goal.evaluate(drafter, batch))
+
+    def walk(self):
+        """An evaluator: walked tau over the target's own greedy answers to held-out prompts."""
+        from decode.lab import walk
+
+        settings, made = self.config.trainer, []
+
+        def walked(drafter):
+            if not made:  # once, and only when the first evaluation is due
+                prompts = walk.held_out_prompts(self.corpus.validation, settings.walk_documents)
+                made.append(walk.greedy_texts(self.target, prompts, settings.walk_tokens))
+            tau = walk.walked_tau(self.target, drafter, made[0], self.config.drafter.block_size)
+            return {"walked_tau": round(tau.pooled, 4), "walked_tau_per_prompt": round(tau.per_prompt, 4),
+                    "walk_texts": tau.texts, "walk_tokens": settings.walk_tokens}
+
+        return walked
+
+    def save(self, loop, step, figures, log):
+        """Save a step, point `best` at it if it walked further than any before, and drop old steps."""
+        from drafter import checkpoint
+        from drafter import config as configuration
+
+        better = bool(figures) and figures["walked_tau"] >= self.best.get("walked_tau", 0)
+        if better:
+            self.best = {"step": step, **figures}
+        record = {
+            "target": self.target.identity(),
+            "config_digest": configuration.digest(self.config),
+            "data": [*self.corpus.train.sources, {"name": "packed rows", "sha256": self.corpus.train.sha256}],
+            "argv": self.argv,
+            "extra": {"step": step, **(figures or {})},
+        }
+        checkpoint.save_step(self.run, step, self.drafter, loop.state(), {"best": self.best}, **record)
+        if better:
+            checkpoint.point(self.run, "best", step)
+        checkpoint.prune(self.run, self.config.trainer.keep)
+        log.flush()
+        self.write_manifest(record)
+
+    def write_manifest(self, record):
+        """Renew the run's own manifest; its steps answer for themselves."""
+        from drafter import manifest
+
+        manifest.write(self.run, kind="run", **record)
+
+    def closing(self, done):
+        """The closing figures: interrupted when steps remain."""
+        finished = done == self.config.trainer.steps
+        if not finished:
+            print(f"stopped at step {done}; continue with the same command, run={self.run.name} and resume=auto")
+        return {"status": "done" if finished else "interrupted", "out": str(self.run), "steps": done, "best": self.best}
+
+
+def run_folder(config):
+    """Where the run writes: OUT/NAME/RUN; without a RUN, the newest one when resuming, else one named by the time."""
+    base = pathlib.Path(config.out)
+    base = (base if base.is_absolute() else edge.ROOT / base) / config.name
+    if config.run:
+        return base / config.run
+    runs = sorted(path.parent for path in base.glob("*/config.yaml"))
+    if config.resume == "auto" and runs:
+        return runs[-1]
+    return base / datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+
+
+def memory_estimate(target, drafter, config):
+    """Bytes by part: what stays, and what one step adds (logits of a chunk, attention scores, taps; kept for backward)."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    from drafter import dflash
+
+    shape, settings = drafter.config, config.trainer
+    parameters, width = dflash.parameter_count(drafter), getattr(mx, target.dtype).size
+    rows, T, B = settings.rows_per_step, config.data.row_tokens, shape.block_size
+    blocks = rows * settings.anchors_per_document * 2 * B  # about two documents a row
+    scores = rows * shape.num_attention_heads * (blocks // rows) * (T + B) * shape.num_hidden_layers
+    return {
+        "target": sum(value.nbytes for _, value in tree_flatten(target.model.parameters())),
+        "drafter with optimizer": parameters * (16 + width),
+        "taps": rows * T * shape.hidden_size * len(shape.target_layer_ids) * width,
+        "block rows": blocks * (4 * shape.hidden_size + 3 * shape.intermediate_size) * shape.num_hidden_layers * width,
+        "attention scores": 3 * scores * width,
+        "logits": 3 * config.loss.rows_per_chunk * shape.vocab_size * 4,
+    }
+
+
+class interruptible:
+    """While it is entered, a first SIGINT or SIGTERM asks the session to save and stop; a second one ends it at once."""
+
+    def __init__(self, session):
+        self.session = session
+
+    def __enter__(self):
+        self.before = {name: signal.signal(name, self.ask) for name in (signal.SIGINT, signal.SIGTERM)}
+
+    def __exit__(self, *_):
+        for name, handler in self.before.items():
+            signal.signal(name, handler)
+
+    def ask(self, *_):
+        """Set the flag; restore the default so that a second signal is not held back."""
+        self.session.stop = True
+        for name, handler in self.before.items():
+            signal.signal(name, handler)
+
+
+class Log:
+    """Metrics to metrics.jsonl, a progress bar with rate and time left, and Weights & Biases when asked."""
+
+    def __init__(self, run, config, start):
+        import tqdm
+
+        truncate(run / "metrics.jsonl", start)
+        self.stream = open(run / "metrics.jsonl", "a")
+        self.bar = tqdm.tqdm(total=config.trainer.steps, initial=start, unit="step", dynamic_ncols=True, mininterval=1.0)
+        self.wandb = open_wandb(run, config) if config.tracking.wandb else None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.stream.close()
+        self.bar.close()
+        if self.wandb:
+            self.wandb.finish()
+
+    def __call__(self, figures):
+        self.stream.write(json.dumps({"time": round(time.time(), 3), **figures}) + "\n")
+        if self.wandb:
+            self.wandb.log(figures, step=figures["step"])
+        if "loss" in figures:
+            self.bar.set_postfix(loss=f"{figures['loss']:.3f}", refresh=False)
+            self.bar.update(1)
+        if "validation_loss" in figures:
+            self.bar.write(
+                f"step {figures['step']}: validation loss {figures['validation_loss']:.4f}, agreement "
+                f"{' '.join(f'{value:.2f}' for value in figures['agreement'][:7])}, walked τ {figures['walked_tau']:.3f}"
+            )
+
+    def flush(self):
+        """Everything logged so far reaches the disk."""
+        self.stream.flush()
+        os.fsync(self.stream.fileno())
+
+
+def truncate(path, start):
+    """Drop lines of steps after `start` from an earlier attempt, so that each step is logged once."""
+    from drafter import manifest
+
+    if not path.is_file():
+        return
+    kept = [line for line in path.read_text().splitlines() if line and json.loads(line)["step"] <= start]
+    with manifest.atomic(path, "w") as stream:
+        stream.write("".join(line + "\n" for line in kept))
+
+
+def open_wandb(run, config):
+    """A Weights & Biases run in the run's folder: offline unless WANDB_API_KEY is set."""
+    import wandb
+
+    from drafter import config as configuration
+
+    mode = None if os.environ.get("WANDB_API_KEY") else "offline"
+    return wandb.init(
+        project=config.tracking.project, name=f"{config.name}/{run.name}", dir=str(run), mode=mode,
+        config=configuration.resolved(config),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    edge.run(main)
