@@ -168,5 +168,5 @@ def as_proposer(target, drafter, block_size=None):
         return DFlashProposer(target, drafter, block_size)
     raise UserError(
         f"drafter: expected a DFlash drafter, a Proposer or None, found {type(drafter).__name__}; "
-        "drafter.dflash.load reads a drafter's folder"
+        "drafter.checkpoint.load_drafter reads one"
     )

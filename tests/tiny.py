@@ -1,7 +1,8 @@
 """Small random targets that are real: a folder with config, weights and tokenizer, as mlx-lm and transformers load it.
 
 Every dimension differs, so a transposed axis cannot go unseen; head dimension 32 and widths divisible by 32 let the
-caches and the weights be quantised. Weights are wide enough that greedy text varies (tests assert it).
+caches and the weights be quantised. Weights are wide enough that greedy text varies (tests assert it), and the head is
+silent on special tokens and on bytes that are not ASCII, so that greedy text is text and ends only where a test says.
 """
 
 import functools
@@ -87,7 +88,17 @@ def weights(config, seed, gain):
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     shapes = tree_flatten(module.Model(module.ModelArgs.from_dict(config)).parameters())
     keys = mx.random.split(mx.random.key(seed), len(shapes))
-    return {name: draw(value.shape, key, gain) for (name, value), key in zip(shapes, keys, strict=True)}
+    drawn = {name: draw(value.shape, key, gain) for (name, value), key in zip(shapes, keys, strict=True)}
+    if "lm_head.weight" in drawn:
+        drawn["lm_head.weight"] *= mx.array(spoken())[:, None]
+    return drawn
+
+
+@functools.cache
+def spoken():
+    """1.0 for the ids whose text is printable ASCII, 0.0 for the others: a list of VOCABULARY numbers."""
+    texts = [tokenizer().decode([token]) for token in range(VOCABULARY)]
+    return [1.0 if text and text.isascii() and text.isprintable() else 0.0 for text in texts]
 
 
 def draw(shape, key, gain):

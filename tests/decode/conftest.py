@@ -3,8 +3,9 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-import tiny
+from mlx.utils import tree_flatten, tree_unflatten
 
+import tiny
 from drafter import dflash
 from drafter import target as targets
 
@@ -59,7 +60,11 @@ def tiny_drafter():
             layer_types=(dflash.FULL, dflash.SLIDING),
             sliding_window=7,
         )
-        drafter = dflash.initialise(dflash.DFlash(config), seed)
+        drafter = dflash.DFlash(config)
+        names = tree_flatten(drafter.parameters())
+        keys = mx.random.split(mx.random.key(seed), len(names))
+        drawn = [(name, tiny.draw(value.shape, key, 2.0)) for (name, value), key in zip(names, keys, strict=True)]
+        drafter.update(tree_unflatten(drawn))
         mx.eval(drafter.parameters())
         return drafter
 

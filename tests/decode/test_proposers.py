@@ -117,7 +117,7 @@ def test_what_can_be_handed_in_as_a_drafter(tiny_target, tiny_drafter):
     assert as_proposer(target, lookup) is lookup
     wrapped = as_proposer(target, tiny_drafter(target, block_size=6), 4)
     assert (wrapped.name, wrapped.block_size, wrapped.taps) == ("dflash-4", 6, (0, 2))
-    with pytest.raises(UserError, match="found Model; drafter.dflash.load"):
+    with pytest.raises(UserError, match="found Model; drafter.checkpoint.load_drafter"):
         as_proposer(target, target.model)
 
 

@@ -10,7 +10,6 @@ import warnings
 import mlx.core as mx
 import numpy as np
 import pytest
-import tiny
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -20,9 +19,10 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 from mlx_lm.utils import load_model
-from oracles import assert_same_caches
 
+import tiny
 from decode.transaction import Transaction, TransactionError
+from oracles import assert_same_caches
 
 FLOAT32 = 2e-5  # wide and narrow products round differently; logits here are of order 10
 QUANTISED = 2e-2  # a rounding difference may move a stored code by one step of 1/255 of a group's range
