@@ -95,6 +95,8 @@ class Journal:
 
     def read(self, settings):
         """The answers already there, as {id: how many tokens}; UserError where they are damaged or of another run."""
+        if self.folder.exists() and not self.folder.is_dir():
+            raise UserError(f"{self.folder}: found a file, expected a folder to write to; choose another --out")
         self.folder.mkdir(parents=True, exist_ok=True)
         check_settings(self.folder / SETTINGS, settings)
         if self.complete:
@@ -199,6 +201,9 @@ def run(
     tokens this step generated, and the answers expected.
     """
     counts, jobs = plan(target, prompts, temperatures=temperatures, max_tokens=max_tokens, seed=seed, held_out=held_out)
+    if not jobs:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in counts.skipped.items()) or "none given"
+        raise UserError(f"no prompt is left to answer ({reasons}); give other prompts")
     identity = target.identity()
     settings = {name: identity[name] for name in identity if name != "source"}
     settings |= {"prompts": data, "seed": seed, "temperatures": list(temperatures), "max_tokens": max_tokens}

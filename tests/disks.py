@@ -1,4 +1,4 @@
-"""A disk that is soon full."""
+"""Disks that refuse: one that is soon full, one that is read-only."""
 
 import contextlib
 import subprocess
@@ -7,11 +7,11 @@ import pytest
 
 
 @contextlib.contextmanager
-def small_disk(folder):
+def small_disk(folder, options="size=128k"):
     """Make `folder` an empty file system of 128 KiB; skips the test where this process may not mount one."""
     folder.mkdir()
     try:
-        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", folder], capture_output=True)
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True)
     except FileNotFoundError:
         pytest.skip("no mount command")
     if mounted.returncode:
@@ -20,3 +20,8 @@ def small_disk(folder):
         yield folder
     finally:
         subprocess.run(["umount", folder], check=True)
+
+
+def read_only_disk(folder):
+    """Make `folder` an empty file system that nobody may write to, not even root."""
+    return small_disk(folder, "ro")

@@ -92,7 +92,8 @@ def settings(**changes):
 
 
 def rows_of(folder):
-    return [json.loads(line) for line in gzip.open(folder / "answers.jsonl.gz", "rt", encoding="utf-8")]
+    lines = gzip.decompress((folder / "answers.jsonl.gz").read_bytes()).splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def cut(tokens, eos_ids):
