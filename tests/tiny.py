@@ -137,11 +137,11 @@ def write_tokenizer(path, chat_template=False):
     (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
 
 
-def quantised(path, *, bits=4, group_size=32):
-    """The folder of a target's quantised conversion by mlx-lm, beside the original."""
+def quantised(path, tmp, *, bits=4, group_size=32):
+    """The folder of a target's quantised conversion by mlx-lm, made below `tmp` once."""
     from mlx_lm.convert import convert
 
-    out = path.with_name(f"{path.name}-{bits}bit")
+    out = pathlib.Path(tmp) / f"{path.name}-{bits}bit"
     if not out.exists():
         convert(str(path), mlx_path=str(out), quantize=True, q_bits=bits, q_group_size=group_size)
     return out

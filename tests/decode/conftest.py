@@ -17,8 +17,9 @@ def tiny_target(tmp_path_factory):
 
     def load(kind, bits=None):
         if (kind, bits) not in loaded:
-            path = tiny.folder(kind, tmp_path_factory.getbasetemp())
-            folder = tiny.quantised(path, bits=bits) if bits else path
+            tmp = tmp_path_factory.getbasetemp()
+            path = tiny.folder(kind, tmp)
+            folder = tiny.quantised(path, tmp, bits=bits) if bits else path
             loaded[kind, bits] = targets.load(str(folder), dtype="float32")
         return loaded[kind, bits]
 
@@ -29,6 +30,12 @@ def tiny_target(tmp_path_factory):
 def smollm2():
     """SmolLM2-135M-Instruct in float32."""
     return targets.load("smollm2", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def smollm2_4bit(smollm2, tmp_path_factory):
+    """The same, converted to 4 bits by mlx-lm."""
+    return targets.load(str(tiny.quantised(smollm2.path, tmp_path_factory.getbasetemp())), dtype="float32")
 
 
 @pytest.fixture(scope="session")

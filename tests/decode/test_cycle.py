@@ -125,15 +125,19 @@ def test_the_prompt_may_be_fed_in_any_pieces_and_the_drafter_sees_every_row_once
     assert_same_caches(proposer.cache.layers, fresh.layers, FLOAT32)
 
 
+def greedy_mlx_lm(target, prompt, **options):
+    return [token for token, _ in generate_step(mx.array(prompt), target.model, max_tokens=LENGTH, **options)]
+
+
 @pytest.mark.parametrize("start", [0, 9, 27, 30, 45])
 def test_quantised_caches_give_mlx_lms_own_text_wherever_they_begin(tiny_target, prompt, start):
-    target = tiny_target("qwen3")
-    kv = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": start, "prefill_step_size": 10}
-    steps = generate_step(mx.array(prompt), target.model, max_tokens=LENGTH, **kv)
-    expected = [token for token, _ in steps]
-    quantization = Quantization(8, 32, start)
-    for proposer in (None, right_until(prompt + expected, 2), mixture(prompt + expected, 0)):
-        tokens, _ = run(target, prompt, proposer, 5, quantization=quantization, prefill_step_size=10)
+    target, bits = tiny_target("qwen3"), 2  # so coarse that a row quantised too late or too early changes the text
+    kv = {"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": start, "prefill_step_size": 10}
+    expected = greedy_mlx_lm(target, prompt, **kv)
+    quantization = Quantization(bits, 32, start)
+    text = prompt + expected
+    for proposer in (None, right_until(text, 2), right_until(text, 5), mixture(text, 0)):
+        tokens, _ = run(target, prompt, proposer, 6, quantization=quantization, prefill_step_size=10)
         assert tokens == expected
 
 
@@ -144,10 +148,6 @@ def test_a_pinned_window_gives_the_plain_text(tiny_target, prompt):
     for slot in (0, 1, 5):
         cache = make_prompt_cache(target.model, 19)
         assert run(target, prompt, right_until(prompt + expected, slot), 6, cache=cache)[0] == expected
-
-
-def greedy_mlx_lm(target, prompt, **options):
-    return [token for token, _ in generate_step(mx.array(prompt), target.model, max_tokens=LENGTH, **options)]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 5, 6, 7])

@@ -1,0 +1,73 @@
+"""On real weights and real prompts, in float32: what is written is `plain`, whatever is proposed.
+
+The oracle is mlx-lm's own generator. CI takes two prompts; the slow cases take all 27 of the suite, 64 tokens each.
+"""
+
+import functools
+
+import mlx_lm
+import pytest
+
+from decode.cycle import decode
+from decode.lab import prompts
+from decode.proposers import PromptLookup, Scripted
+from decode.schedule import Fixed
+
+SUITE = range(27)
+BLOCKS = (2, 4, 8, 16)
+
+
+@functools.cache
+def suite():
+    return prompts.load("suite").prompts
+
+
+def written(target, tokens, proposer, block_size, max_tokens):
+    """Ids that decoding emits."""
+    schedule = Fixed(block_size) if proposer else None
+    steps = decode(target, tokens, proposer, schedule, max_tokens=max_tokens, eos_ids=target.eos_ids)
+    return [token for step in steps for token in step.tokens]
+
+
+def right_until(text, slot):
+    """Right in the first `slot` slots of each block, wrong after."""
+
+    def script(position, count):
+        ahead = (text + [0] * count)[position : position + count]
+        return [token if index < slot else token + 1 for index, token in enumerate(ahead)]
+
+    return Scripted(script)
+
+
+def check(target, index, blocks, slots, max_tokens):
+    """Plain equals mlx-lm, and every proposer at every block size equals plain, for one prompt of the suite."""
+    tokens = target.encode(suite()[index].text)
+    plain = written(target, tokens, None, None, max_tokens)
+    theirs = mlx_lm.stream_generate(target.model, target.tokenizer, tokens, max_tokens=max_tokens)
+    assert plain == [response.token for response in theirs]
+    assert len(set(plain)) > 5
+    for block_size in blocks:
+        assert written(target, tokens, PromptLookup(3), block_size, max_tokens) == plain
+        for slot in slots(block_size):
+            assert written(target, tokens, right_until(tokens + plain, slot), block_size, max_tokens) == plain
+
+
+@pytest.mark.parametrize("index", [4, 20])
+def test_any_proposals_leave_the_text_as_it_is(smollm2, index):
+    check(smollm2, index, (2, 8), lambda block_size: (0, block_size // 2, block_size - 1), 20)
+
+
+def test_any_proposals_leave_the_text_of_4_bit_weights_as_it_is(smollm2_4bit):
+    check(smollm2_4bit, 12, (8,), lambda block_size: (0, 3, 7), 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", SUITE)
+def test_proposals_right_until_any_slot_leave_every_text_as_it_is(smollm2, index):
+    check(smollm2, index, BLOCKS, range, 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [1, 10, 19, 25])
+def test_proposals_right_until_any_slot_leave_texts_of_4_bit_weights_as_they_are(smollm2_4bit, index):
+    check(smollm2_4bit, index, BLOCKS, range, 64)
