@@ -41,11 +41,12 @@ def build_parser():
     return parser
 
 
-def add_models(parser):
-    """The options that both decoding commands share."""
+def add_models(parser, omitted):
+    """The options that both decoding commands share; omitted: what stands in for a drafter that is not named."""
     add = parser.add_argument
     add("--target", default="smollm2", help="a configs/target name, a folder or a hub id[@revision] (%(default)s)")
-    add("--drafter", "--adapter", dest="drafter", metavar="D", help="a checkpoint folder, a run folder or .safetensors")
+    add("--drafter", "--adapter", dest="drafter", metavar="D",
+        help=f"a checkpoint folder, a run folder (its best step) or .safetensors; omitted: {omitted}")  # fmt: skip
     add("--allow-target-mismatch", action="store_true", help="use a drafter made for another target; recorded")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="compute dtype (the device's own)")
     add("--raw", action="store_true", help="feed prompts without the chat template")
@@ -54,7 +55,7 @@ def add_models(parser):
 
 def add_generate(parser):
     """generate's options."""
-    add_models(parser)
+    add_models(parser, omitted="plain decoding")
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", metavar="TEXT", help="the prompt (standard input when neither is given)")
@@ -66,7 +67,7 @@ def add_generate(parser):
 
 def add_ksweep(parser):
     """ksweep's options."""
-    add_models(parser)
+    add_models(parser, omitted="an untrained control")
     add = parser.add_argument
     add("--prompts", default="suite", metavar="P", help="a shipped set's name, or JSON Lines (%(default)s)")
     add("--block-sizes", type=several(2, BLOCK), metavar="B,…", help="DFlash arms (2,4,8,16, as far as D was trained)")
