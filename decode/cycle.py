@@ -19,6 +19,7 @@ from mlx_lm.models.cache import KVCache
 from decode.proposers import Proposal
 from decode.transaction import Transaction
 from decode.verify import accept, as_array
+from kernels.errors import UserError
 
 CLEAR_EVERY = 256  # tokens between returns of MLX's spare buffers to the system; mlx-lm's figure
 
@@ -64,9 +65,21 @@ class Quantization:
     group_size: int
     start: int
 
+    def check(self):
+        """Raise UserError for bits or a group size that MLX does not know, before anything runs."""
+        rows = KVCache()
+        rows.update_and_fetch(*[mx.zeros((1, 1, 1, self.group_size))] * 2)
+        Quantization(self.bits, self.group_size, 0).apply([rows])
+
     def apply(self, cache):
-        """Replace the entries of the list that have come so far; only ever between transactions."""
-        maybe_quantize_kv_cache(cache, self.start, self.group_size, self.bits)
+        """Replace the entries of the list that have come so far; only ever between transactions.
+
+        Raises UserError where MLX cannot quantise rows of this width so.
+        """
+        try:
+            maybe_quantize_kv_cache(cache, self.start, self.group_size, self.bits)
+        except ValueError as error:
+            raise UserError(f"kv_bits {self.bits}, kv_group_size {self.group_size}: {error}; choose others") from error
 
     def rows_left(self, cache):
         """Rows that may be fed at once so that each still sees the cache it would see one at a time; None: any."""

@@ -48,8 +48,10 @@ class Proposer:
 
 
 class DFlashProposer(Proposer):
-    """A DFlash drafter over the committed rows' context.
+    """A DFlash drafter over the committed rows' context, one draft pass per cycle.
 
+    It knows the rows it was shown: after a prompt cache that already held text, its context begins with the new prompt,
+    at position 0, which rotary positions allow; proposals are then poorer, the text the same.
     block_size  rows of a draft pass, at most the trained block size, which is the default
     """
 

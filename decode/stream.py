@@ -100,11 +100,14 @@ def stream_generate(target, tokenizer, prompt, drafter=None, *, max_tokens=256, 
     check_counts(max_tokens, prefill_step_size, max_kv_size)
     tokens = encode(target, tokenizer, prompt)
     cache = open_cache(target, prompt_cache, max_kv_size, kv_bits)
+    quantization = kv_bits and Quantization(kv_bits, kv_group_size, quantized_kv_start)
+    if quantization:
+        quantization.check()
     limit = fit(target, cache, len(tokens), max_tokens)
     loop = Loop(
         target, cache, proposer, schedule,
         max_tokens=limit, eos_ids=frozenset(tokenizer.eos_token_ids), prefill_step_size=prefill_step_size,
-        quantization=kv_bits and Quantization(kv_bits, kv_group_size, quantized_kv_start),
+        quantization=quantization,
         progress=prompt_progress_callback, clock=clock,
     )  # fmt: skip
     writer = Writer(tokenizer.detokenizer, (stop,) if isinstance(stop, str) else tuple(stop))

@@ -36,19 +36,26 @@ SHAPES = {
         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
         "query_pre_attn_scalar": 32, "sliding_window": 11, "sliding_window_pattern": 3, "rope_local_base_freq": 1e4,
     },
+    "lfm2": {
+        "num_hidden_layers": 4, "num_attention_heads": 3, "num_key_value_heads": 1, "norm_eps": 1e-6,
+        "layer_types": ["conv", "full_attention", "conv", "conv"], "conv_bias": False, "conv_L_cache": 3,
+        "block_dim": 96, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False,
+    },
 }  # fmt: skip
 ARCHITECTURE = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
 }
 
 
 def folder(kind, tmp, *, seed=1, chat_template=False, gain=2.0, **overrides):
     """Write a random target of `kind` below `tmp` once and return its folder.
 
-    kind       llama, qwen2, qwen3 or gemma3_text (sliding window 11, shorter than any prompt worth testing)
+    kind       llama, qwen2, qwen3, gemma3_text (sliding window 11, shorter than any prompt worth testing), or lfm2
+               (short convolutions whose state cannot be trimmed)
     seed       of the weights
     gain       standard deviation of a projection is gain / sqrt(inputs)
     overrides  keys of config.json

@@ -150,6 +150,22 @@ def test_a_pinned_window_gives_the_plain_text(tiny_target, prompt):
         assert run(target, prompt, right_until(prompt + expected, slot), 6, cache=cache)[0] == expected
 
 
+def test_state_that_cannot_be_trimmed_is_rerun_and_the_text_stays(tiny_target, tiny_drafter, prompt, answer):
+    target, text = tiny_target("lfm2"), prompt + answer("lfm2")
+    drafter = DFlashProposer(target, tiny_drafter(target, block_size=6))
+    for proposer in (drafter, *(right_until(text, slot) for slot in range(6)), mixture(text, 0)):
+        cache = target.make_cache()
+        with pytest.warns(UserWarning, match="cache ArraysCache: no way to take rows back") as told:
+            tokens, _ = run(target, prompt, proposer, 6, cache=cache)
+        assert prompt + tokens == text
+        assert len(told) == 1
+    fresh = make_prompt_cache(target.model)
+    target.model(mx.array([text[:-1]]), cache=fresh)
+    probe = mx.array([[7, 8]])
+    found, expected = (np.array(target.model(probe, cache=held)) for held in (cache, fresh))
+    np.testing.assert_allclose(found, expected, atol=1e-3)
+
+
 @pytest.mark.parametrize("max_tokens", [1, 2, 5, 6, 7])
 def test_no_more_than_max_tokens_are_drafted_or_emitted(tiny_target, prompt, answer, max_tokens):
     expected = answer("llama")

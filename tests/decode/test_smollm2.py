@@ -54,11 +54,11 @@ def check(target, index, blocks, slots, max_tokens):
 
 @pytest.mark.parametrize("index", [4, 20])
 def test_any_proposals_leave_the_text_as_it_is(smollm2, index):
-    check(smollm2, index, (2, 8), lambda block_size: (0, block_size // 2, block_size - 1), 20)
+    check(smollm2, index, (2, 8), lambda block_size: {0, block_size // 2, block_size - 1}, 20)
 
 
 def test_any_proposals_leave_the_text_of_4_bit_weights_as_it_is(smollm2_4bit):
-    check(smollm2_4bit, 12, (8,), lambda block_size: (0, 3, 7), 20)
+    check(smollm2_4bit, 12, (4,), lambda block_size: {0, 2}, 10)  # quantised products are slow on a CPU
 
 
 @pytest.mark.slow

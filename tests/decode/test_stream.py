@@ -294,6 +294,8 @@ def test_a_prompt_that_fills_the_context_is_refused_with_numbers(short_target, p
         ({"drafter": "folder"}, "drafter: expected a DFlash drafter"),
         ({"stop": [""]}, "stop \\[''\\]: expected non-empty"),
         ({"prompt_cache": []}, "prompt_cache: 0 entries for a target of 3"),
+        ({"kv_bits": 7}, "kv_bits 7, kv_group_size 64: .*bits 7 is not supported"),
+        ({"kv_bits": 8, "kv_group_size": 48}, "kv_bits 8, kv_group_size 48: .*group size 48 is not supported"),
         ({"kv_bits": 8, "prompt_cache": [RotatingKVCache(9)] * 3}, "kv_bits 8: mlx-lm cannot quantise a Rotating"),
     ],
 )
