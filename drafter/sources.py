@@ -1,13 +1,11 @@
 """From a target's name to a model folder on this machine: shipped names, PyPI packages, GGUF files, the hub.
 
-What is fetched or converted lies in the cache folder: `FOREDRAFT_CACHE`, else `foredraft` under `XDG_CACHE_HOME` or
-`~/.cache`. Files with a pinned SHA-256 are verified each time they are converted, and never fetched twice.
+What is fetched or converted lies in the cache folder (`kernels.blas.cache_folder`). Files with a pinned SHA-256 are verified each time they are converted, and never fetched twice.
 """
 
 import dataclasses
 import difflib
 import importlib.util
-import os
 import pathlib
 import re
 import shutil
@@ -19,6 +17,7 @@ import zipfile
 from omegaconf import OmegaConf
 
 from drafter import gguf, manifest
+from kernels.blas import cache_folder
 from kernels.errors import UserError
 
 TARGETS = manifest.ROOT / "configs" / "target"
@@ -32,12 +31,6 @@ class Location:
 
     folder: pathlib.Path
     source: str
-
-
-def cache_folder():
-    """The user's cache folder for downloads, conversions and compiled shims (not created here)."""
-    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(os.environ.get("FOREDRAFT_CACHE") or pathlib.Path(base) / "foredraft")
 
 
 def locate(name, *, dtype, revision=None):

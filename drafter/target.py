@@ -20,6 +20,7 @@ from mlx.utils import tree_flatten
 
 from drafter import fingerprint, sources
 from kernels import backend
+from kernels.blas import cache_folder
 from kernels.errors import UserError
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -314,7 +315,7 @@ def probe(model, backbone, location):
 
 def stored_fingerprint(location):
     """The fingerprint of the parameters as stored; of a conversion, that of the file it was converted from."""
-    cache = sources.cache_folder() / "fingerprints.json"
+    cache = cache_folder() / "fingerprints.json"
     found = fingerprint.of_folder(location.folder, cache)
     record = location.folder / "source.json"
     if not record.is_file():
