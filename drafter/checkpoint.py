@@ -35,21 +35,19 @@ class Loaded:
     mismatch: dict | None  # {"trained_for", "used_with"} fingerprints, where the target is another one
 
 
-def save_drafter(folder, drafter, *, dtype=None, bits=None, group_size=64):
-    """Write config.json and model.safetensors in the released layout into `folder`.
+def save_drafter(folder, drafter):
+    """Write config.json and model.safetensors in the released layout into `folder`."""
+    save_arrays(folder / WEIGHTS, dict(tree_flatten(drafter.parameters())))
+    manifest.write_json(folder / "config.json", drafter.config.to_json())
 
-    dtype: cast floating weights to it. bits: store matrices affine-quantised in groups of `group_size`; `load_drafter`
-    expands them again.
-    """
-    weights = dict(tree_flatten(drafter.parameters()))
-    if dtype:
-        weights = {name: value.astype(getattr(mx, dtype)) for name, value in weights.items()}
-    config = drafter.config.to_json()
-    if bits:
-        weights = quantised(weights, bits, group_size)
-        config["quantization"] = {"bits": bits, "group_size": group_size}
-    save_arrays(folder / WEIGHTS, weights)
-    manifest.write_json(folder / "config.json", config)
+
+def save_quantised(source, folder, bits, group_size=64):
+    """Write the drafter of checkpoint folder `source` into `folder`, its matrices affine-quantised to `bits`."""
+    config = manifest.read_json(source / "config.json")
+    weights = read_weights(source, config.get("quantization"))
+    weights = {name: value.astype(mx.bfloat16) for name, value in weights.items()}
+    save_arrays(folder / WEIGHTS, quantised(weights, bits, group_size))
+    manifest.write_json(folder / "config.json", config | {"quantization": {"bits": bits, "group_size": group_size}})
 
 
 def save_arrays(path, arrays):
@@ -144,13 +142,19 @@ def load_training(folder):
 
 
 def resolve(path):
-    """The checkpoint folder that a person means: itself, a run folder (its best step), or a .safetensors file in one."""
+    """The checkpoint folder that a person means.
+
+    path: a checkpoint folder or a .safetensors file in one; a run folder, of which the best step is meant; or a folder of
+    runs, of which the newest is. Raises UserError.
+    """
     path = pathlib.Path(path).expanduser()
     if path.suffix == ".safetensors" and path.is_file():
         path = path.parent
     if not path.exists():
         raise UserError(f"drafter {path}: not found; expected a checkpoint folder, a run folder or a .safetensors file")
-    for folder in (path, path / "best", path / "latest"):
+    runs = sorted(config.parent for config in path.glob("*/config.yaml")) if path.is_dir() else []
+    places = [place for run in [path, *reversed(runs)] for place in (run / "best", run / "latest")]
+    for folder in (path, *places):
         if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
             return folder.resolve() if folder is not path else folder
     raise UserError(f"drafter {path}: holds no config.json with weights, and no best or latest step; name a checkpoint")

@@ -5,7 +5,7 @@ import json
 import pathlib
 import shutil
 
-from drafter import manifest
+from drafter import checkpoint, manifest
 from kernels.errors import UserError
 
 CARD = "README.md"
@@ -33,9 +33,10 @@ drafters are trained on. The content is a language model's: expect errors.
 """
 
 
-def release(folder, out, *, argv):
+def release(folder, out, *, argv, bits=None):
     """Copy what is to be published from `folder` into the new folder `out`; returns the names written.
 
+    bits: store a drafter's matrices affine-quantised; loading expands them again.
     folder: a checkpoint or synthesis folder, whose manifest must verify. out: must not exist, or be empty. Files are
     gathered beside `out` and moved there at the end, so that a failure leaves nothing.
     """
@@ -50,6 +51,8 @@ def release(folder, out, *, argv):
     try:
         for name in names:
             shutil.copyfile(folder / name, gathered / name)
+        if bits:
+            checkpoint.save_quantised(folder, gathered, bits)
         with manifest.atomic(gathered / CARD, "w") as stream:
             stream.write(model_card(record, out.name, names))
         extra = {"released": {"kind": record.kind, "commit": record.commit, "created": record.created}} | record.extra

@@ -98,9 +98,9 @@ class Target:
         spoken = str(tokenizer.chat_template) if tokenizer.has_chat_template else ""
         names = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
         taken = self.eos_ids | {getattr(tokenizer, name) for name in names}
-        for index, token in sorted(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens)):
-            if index not in taken and token not in spoken:
-                return index, f"the unused special token {token}"
+        for index, token in sorted(tokenizer.added_tokens_decoder.items()):
+            if token.special and index not in taken and token.content not in spoken:
+                return index, f"the unused special token {token.content}"
         raise UserError(f"target {self.source}: no spare token id for the mask; name one with drafter.mask_token_id=ID")
 
     def identity(self):
@@ -126,7 +126,16 @@ class Target:
         return Forward(hidden, tuple(held[id(layer)] for layer in layers))
 
     def forward_packed(self, tokens, documents, taps=()):
-        """Run packed rows: tokens [R,T] and document ids [R,T]; no token sees another document. Returns Forward."""
+        """Run packed rows: tokens [R,T] and document ids [R,T]; no token sees another document. Returns Forward.
+
+        Raises UserError for a target whose layers carry more than keys and values: their state would cross documents.
+        """
+        foreign = {type(entry).__name__ for entry in self.make_cache()} - {"KVCache", "RotatingKVCache"}
+        if foreign:
+            raise UserError(
+                f"target {self.source}: its layers keep {', '.join(sorted(foreign))}, and packed rows need keys and values "
+                "alone; a drafter for it cannot be trained by this version"
+            )
         return self.forward(tokens, [PackedCache(documents)] * self.num_layers, taps)
 
     def embed(self, tokens):
@@ -292,9 +301,10 @@ def load_model(location):
 
 
 def find_backbone(model, location):
-    """The module that owns the layer list mlx-lm exposes: what maps tokens to hidden states."""
+    """The module that owns the layers mlx-lm exposes: what maps tokens to hidden states."""
+    first = model.layers[0]
     for _, module in model.named_modules():
-        if any(value is model.layers for value in module.values()):
+        if any(isinstance(value, list) and any(layer is first for layer in value) for value in module.values()):
             return module
     raise UserError(f"target {location.source}: found no module that owns its list of layers; it cannot be tapped")
 
