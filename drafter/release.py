@@ -151,6 +151,7 @@ def last_metrics(record):
 
 def provenance_rows(record):
     """Where the released content came from."""
-    rows = {"commit": f"{record.commit} ({'changed' if record.dirty else 'clean'})" if record.commit else "unknown"}
+    state = {True: "changed", False: "clean", None: "outside a checkout"}[record.dirty]
+    rows = {"commit": f"{record.commit} ({state})" if record.commit else "unknown"}
     rows |= {"source digest": record.source_digest, "config digest": record.config_digest or "none"}
     return rows | {"created": record.created, "arguments": " ".join(record.argv) or "none"} | record.versions
