@@ -37,7 +37,9 @@ def sample(tokens, loss_mask, documents, *, block_size, per_document, rng):
     tokens [R,T] int, loss_mask [R,T] bool, documents [R,T] int; rng: a NumPy generator. Drawing by document, not by
     packed row, gives a short document its share whatever it is packed with. Returns Anchors, in order of position.
     """
-    chosen = [draw(valid, row, per_document, rng) for valid, row in zip(valid_positions(loss_mask, documents), documents)]
+    chosen = [
+        draw(valid, row, per_document, rng) for valid, row in zip(valid_positions(loss_mask, documents), documents)
+    ]
     width = max(PAD_TO, -(-max(map(len, chosen)) // PAD_TO) * PAD_TO)
     positions = np.zeros((len(chosen), width), np.int32)
     used = np.zeros((len(chosen), width), bool)

@@ -63,7 +63,10 @@ class DFlashConfig:
                 all(0 <= i < self.num_target_layers for i in self.target_layer_ids),
                 f"target_layer_ids {list(self.target_layer_ids)} reach outside the target's {self.num_target_layers} layers",
             ),
-            (0 <= self.mask_token_id < self.vocab_size, f"mask_token_id {self.mask_token_id} is outside the vocabulary"),
+            (
+                0 <= self.mask_token_id < self.vocab_size,
+                f"mask_token_id {self.mask_token_id} is outside the vocabulary",
+            ),
         ]
         for holds, what in checks:
             if not holds:
@@ -243,7 +246,9 @@ class DFlash(nn.Module):
         """
         R, N, B, D = rows.shape
         hidden = rows.reshape(R, N * B, D)
-        see = functools.cache(lambda window, causal: anchors.visibility(positions, documents, B, window=window, causal=causal))
+        see = functools.cache(
+            lambda window, causal: anchors.visibility(positions, documents, B, window=window, causal=causal)
+        )
         for index, layer in enumerate(self.layers):
             keys, values = layer.self_attn.keys_values(context)
             seen = see(*self.sliding(index))

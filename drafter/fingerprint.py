@@ -71,7 +71,9 @@ def header(file):
                 raise ValueError(f"its header claims {length} bytes, the file has {size}")
             entries = json.loads(stream.read(length))
             entries.pop("__metadata__", None)
-            found = {n: (e["dtype"], e["shape"], *(8 + length + at for at in e["data_offsets"])) for n, e in entries.items()}
+            found = {
+                n: (e["dtype"], e["shape"], *(8 + length + at for at in e["data_offsets"])) for n, e in entries.items()
+            }
             if max((entry[3] for entry in found.values()), default=0) > size:
                 raise ValueError(f"its tensors end beyond its {size} bytes")
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -186,4 +186,3 @@ def tokenizer_config(metadata, tokens, control):
         "model_max_length": metadata["llama.context_length"].item(),
         "chat_template": metadata.get("tokenizer.chat_template"),
     }
-

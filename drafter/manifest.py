@@ -138,7 +138,7 @@ def provenance(argv):
         "source_digest": source_digest(),
         "versions": versions(),
         "device": {key: machine.get(key) for key in ("device", "device_name", "reason", "tf32")},
-        "blas": machine.get("blas"),
+        "blas": {key: machine["blas"][key] for key in ("name", "reason")},  # its path is this machine's own affair
         "argv": [str(word) for word in argv],
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }

@@ -64,9 +64,13 @@ def locate(name, *, dtype, revision=None):
 def model_folder(path):
     """`path` if it holds a model (config.json and safetensors), else a UserError that says what is missing."""
     if not (path / "config.json").is_file():
-        raise UserError(f"target {path}: no config.json; expected a model folder as mlx_lm.convert or the hub lays it out")
+        raise UserError(
+            f"target {path}: no config.json; expected a model folder as mlx_lm.convert or the hub lays it out"
+        )
     if not any(path.glob("model*.safetensors")):
-        raise UserError(f"target {path}: no model*.safetensors; expected weights beside config.json (convert or copy them)")
+        raise UserError(
+            f"target {path}: no model*.safetensors; expected weights beside config.json (convert or copy them)"
+        )
     return path
 
 

@@ -319,7 +319,9 @@ def probe(model, backbone, location):
         held[id(backbone)] = hidden
         again = model(tokens)
     if len(taps) != len(set(map(id, model.layers))) or not mx.array_equal(plain, again, equal_nan=True).item():
-        raise UserError(f"target {location.source}: its tapped forward differs from its plain forward; it cannot be used")
+        raise UserError(
+            f"target {location.source}: its tapped forward differs from its plain forward; it cannot be used"
+        )
     return hidden.shape[-1], plain.shape[-1]
 
 

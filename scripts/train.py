@@ -23,8 +23,12 @@ from kernels.errors import UserError
 def parse(argv):
     """The command's options."""
     parser = edge.Parser(prog="train.py", description=__doc__)
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="+experiment=NAME, and any key of drafter/config.py")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration, sizes and memory; train nothing")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="+experiment=NAME, and any key of drafter/config.py"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved configuration, sizes and memory; train nothing"
+    )
     return parser.parse_intermixed_args(argv)
 
 
@@ -90,13 +94,19 @@ class Session:
             mask, why = self.target.spare_id()
         print(f"target       {self.target.source} {self.target.dtype}  fingerprint {self.target.fingerprint[:16]}…")
         print(f"device       {machine['device']} ({machine['reason']}), BLAS {machine['blas']['name']}")
-        print(f"drafter      {dflash.describe(self.drafter.config)}, {dflash.parameter_count(self.drafter):,} parameters")
+        print(
+            f"drafter      {dflash.describe(self.drafter.config)}, {dflash.parameter_count(self.drafter):,} parameters"
+        )
         print(f"mask token   {mask} ({why})")
-        print(f"data         {train.counts['documents']:,} documents in {len(train):,} rows, "
-              f"{train.counts['answer_tokens']:,} tokens under the loss  sha256 {train.sha256[:16]}…")
+        print(
+            f"data         {train.counts['documents']:,} documents in {len(train):,} rows, "
+            f"{train.counts['answer_tokens']:,} tokens under the loss  sha256 {train.sha256[:16]}…"
+        )
         print(f"held out     {self.corpus.validation.counts['documents']:,} documents")
-        print(f"steps        {self.config.trainer.steps:,} of {self.config.trainer.rows_per_step} rows, "
-              f"{self.epochs():.2g} epochs  config {configuration.digest(self.config)[:16]}…")
+        print(
+            f"steps        {self.config.trainer.steps:,} of {self.config.trainer.rows_per_step} rows, "
+            f"{self.epochs():.2g} epochs  config {configuration.digest(self.config)[:16]}…"
+        )
         print(f"run          {self.run}", flush=True)
 
     def epochs(self):
@@ -184,9 +194,13 @@ class Session:
             now = json.loads(json.dumps(configuration.resolved(self.config)))
             differing = [key for key in now if key not in configuration.NOT_TRAINING and now[key] != earlier.get(key)]
             if self.config.resume != "auto":
-                raise UserError(f"{self.run}: holds a run already; continue it with resume=auto, or choose another run=NAME")
+                raise UserError(
+                    f"{self.run}: holds a run already; continue it with resume=auto, or choose another run=NAME"
+                )
             if differing:
-                raise UserError(f"{self.run}: was begun with another {differing[0]}; give the same values, or choose another run=NAME")
+                raise UserError(
+                    f"{self.run}: was begun with another {differing[0]}; give the same values, or choose another run=NAME"
+                )
             return
         self.run.mkdir(parents=True, exist_ok=True)
         with manifest.atomic(record, "w") as stream:
@@ -229,8 +243,12 @@ class Session:
                 prompts = walk.held_out_prompts(self.corpus.validation, settings.walk_documents)
                 made.append(walk.greedy_texts(self.target, prompts, settings.walk_tokens))
             tau = walk.walked_tau(self.target, drafter, made[0], self.config.drafter.block_size)
-            return {"walked_tau": round(tau.pooled, 4), "walked_tau_per_prompt": round(tau.per_prompt, 4),
-                    "walk_texts": tau.texts, "walk_tokens": settings.walk_tokens}
+            return {
+                "walked_tau": round(tau.pooled, 4),
+                "walked_tau_per_prompt": round(tau.per_prompt, 4),
+                "walk_texts": tau.texts,
+                "walk_tokens": settings.walk_tokens,
+            }
 
         return walked
 
@@ -332,7 +350,9 @@ class Log:
 
         truncate(run / "metrics.jsonl", start)
         self.stream = open(run / "metrics.jsonl", "a")
-        self.bar = tqdm.tqdm(total=config.trainer.steps, initial=start, unit="step", dynamic_ncols=True, mininterval=1.0)
+        self.bar = tqdm.tqdm(
+            total=config.trainer.steps, initial=start, unit="step", dynamic_ncols=True, mininterval=1.0
+        )
         self.wandb = open_wandb(run, config) if config.tracking.wandb else None
 
     def __enter__(self):
