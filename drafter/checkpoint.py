@@ -72,11 +72,11 @@ def quantised(weights, bits, group_size):
 def expanded(weights, bits, group_size):
     """The inverse of `quantised`, up to rounding."""
     dense = {name: value for name, value in weights.items() if not name.endswith((".scales", ".biases"))}
-    for name in dense:
+    for name, value in dense.items():
         stem = name.removesuffix(".weight")
         if f"{stem}.scales" in weights:
             parts = (weights[f"{stem}.{part}"].astype(mx.float32) for part in ("scales", "biases"))
-            dense[name] = mx.dequantize(dense[name], *parts, group_size=group_size, bits=bits)
+            dense[name] = mx.dequantize(value, *parts, group_size=group_size, bits=bits)
     return dense
 
 
@@ -144,8 +144,8 @@ def load_training(folder):
 def resolve(path):
     """The checkpoint folder that a person means.
 
-    path: a checkpoint folder or a .safetensors file in one; a run folder, of which the best step is meant; or a folder of
-    runs, of which the newest is. Raises UserError.
+    path: a checkpoint folder or a .safetensors file in one; a run folder, of which the best step is meant; or a folder
+    of runs, of which the newest is. Raises UserError.
     """
     path = pathlib.Path(path).expanduser()
     if path.suffix == ".safetensors" and path.is_file():

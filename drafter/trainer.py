@@ -110,9 +110,9 @@ def fit(trainer, batches, *, start, options, evaluators, save, log, stopping):
     """Run steps start..trainer.steps; returns the number of steps done.
 
     batches(step) -> Batch; options: a `config.TrainerConfig`. evaluators: callables that map the drafter to {name:
-    figure}, run every `validate_every` steps and at the end. save(step, figures): called every `save_every` steps, after
-    every evaluation (with its figures), and when stopping. log({...}): one line of metrics. stopping() -> bool: asked
-    after every step.
+    figure}, run every `validate_every` steps and at the end. save(step, figures): called every `save_every` steps,
+    after every evaluation (with its figures), and when stopping. log({...}): one line of metrics. stopping() -> bool:
+    asked after every step.
     """
     batch = batches(start) if start < trainer.steps else None
     for number in range(start, trainer.steps):

@@ -25,15 +25,25 @@ def parse(argv):
     parser.add_argument("--count", type=positive, help="prompts to draw from each .yaml file")
     parser.add_argument("--limit", type=positive, help="answer at most this many prompts, drawn by --seed")
     parser.add_argument("--system", help="a system turn put before every prompt")
-    parser.add_argument("--temperature", type=temperatures, default=(0.0,), metavar="T[,T]",
-                        help="0 is greedy; several are shared out evenly over the prompts (0)")
+    parser.add_argument(
+        "--temperature",
+        type=temperatures,
+        default=(0.0,),
+        metavar="T[,T]",
+        help="0 is greedy; several are shared out evenly over the prompts (0)",
+    )
     parser.add_argument("--max-tokens", type=positive, default=256, help="longest answer (%(default)s)")
     parser.add_argument("--batch-size", type=positive, default=64, help="answers written at once (%(default)s)")
     parser.add_argument("--minutes", type=minutes, help="start no answer after this long; the rest remains to be done")
     parser.add_argument("--seed", type=int, default=0, help="chooses prompts, temperatures and samples (%(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="compute dtype (the device's own)")
-    parser.add_argument("--held-out", nargs="*", type=pathlib.Path, metavar="FILE",
-                        help="prompt files never to answer (the shipped evaluation sets)")
+    parser.add_argument(
+        "--held-out",
+        nargs="*",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="prompt files never to answer (the shipped evaluation sets)",
+    )
     parser.add_argument("--out", type=pathlib.Path, help="folder to write or continue (runs/synthesis/TARGET)")
     return parser.parse_args(argv)
 
@@ -126,8 +136,10 @@ def show_card(model, options, out, found, chosen, held_out):
     print(f"target       {model.source} {model.dtype}  fingerprint {model.fingerprint[:16]}…")
     print(f"device       {machine['device']} ({machine['reason']})")
     print(f"prompts      {chosen} of {found}; {held_out} evaluation prompts are left out if met")
-    print(f"answers      up to {options.max_tokens} tokens, temperature {', '.join(map(str, options.temperature))}, "
-          f"{options.batch_size} at once, seed {options.seed}")
+    print(
+        f"answers      up to {options.max_tokens} tokens, temperature {', '.join(map(str, options.temperature))}, "
+        f"{options.batch_size} at once, seed {options.seed}"
+    )
     print(f"template     {model.raw_reason() or 'chat template applied'}")
     print(f"out          {out}", flush=True)
 

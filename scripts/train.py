@@ -199,7 +199,7 @@ class Session:
                 )
             if differing:
                 raise UserError(
-                    f"{self.run}: was begun with another {differing[0]}; give the same values, or choose another run=NAME"
+                    f"{self.run}: was begun with another {differing[0]}; give the same values, or another run=NAME"
                 )
             return
         self.run.mkdir(parents=True, exist_ok=True)
@@ -301,7 +301,7 @@ def run_folder(config):
 
 
 def memory_estimate(target, drafter, config):
-    """Bytes by part: what stays, and what one step adds (logits of a chunk, attention scores, taps; kept for backward)."""
+    """Bytes by part: what stays, and what one step adds (logits of a chunk, attention scores, taps)."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
@@ -323,7 +323,7 @@ def memory_estimate(target, drafter, config):
 
 
 class interruptible:
-    """While it is entered, a first SIGINT or SIGTERM asks the session to save and stop; a second one ends it at once."""
+    """While entered, a first SIGINT or SIGTERM asks the session to save and stop; a second one ends it at once."""
 
     def __init__(self, session):
         self.session = session
@@ -349,7 +349,7 @@ class Log:
         import tqdm
 
         truncate(run / "metrics.jsonl", start)
-        self.stream = open(run / "metrics.jsonl", "a")
+        self.stream = open(run / "metrics.jsonl", "a")  # noqa: SIM115 (closed with the log)
         self.bar = tqdm.tqdm(
             total=config.trainer.steps, initial=start, unit="step", dynamic_ncols=True, mininterval=1.0
         )
@@ -372,9 +372,10 @@ class Log:
             self.bar.set_postfix(loss=f"{figures['loss']:.3f}", refresh=False)
             self.bar.update(1)
         if "validation_loss" in figures:
+            agreement = " ".join(f"{value:.2f}" for value in figures["agreement"][:7])
             self.bar.write(
-                f"step {figures['step']}: validation loss {figures['validation_loss']:.4f}, agreement "
-                f"{' '.join(f'{value:.2f}' for value in figures['agreement'][:7])}, walked τ {figures['walked_tau']:.3f}"
+                f"step {figures['step']}: validation loss {figures['validation_loss']:.4f}, "
+                f"agreement {agreement}, walked τ {figures['walked_tau']:.3f}"
             )
 
     def flush(self):
