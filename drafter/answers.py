@@ -54,8 +54,8 @@ def draw_tokens(logits, temperatures, keys):
 class AnswerBatch(GenerationBatch):
     """mlx-lm's generation batch without the work that synthesis has no use for.
 
-    Upstream splits every step's log-probabilities into R arrays (measured on two CPU cores: 22 ms a step at R = 1024,
-    before any arithmetic), samples row by row when samplers differ, and copies every cache whenever one row finishes.
+    Upstream splits every step's log-probabilities into R arrays (measured on a CPU: 20 ms a step at R = 1024), samples
+    row by row when samplers differ, and copies every cache whenever one row finishes.
     Here a step takes the argmax of the raw logits or samples all rows in one call, and finished rows idle until R/8
     of them can be dropped together. `next` reports finished rows only: (uid, answer tokens, finish).
     """
