@@ -61,7 +61,7 @@ class DFlashConfig:
             (len(self.target_layer_ids) > 0, "target_layer_ids is empty; name at least one layer to tap"),
             (
                 all(0 <= i < self.num_target_layers for i in self.target_layer_ids),
-                f"target_layer_ids {list(self.target_layer_ids)} reach outside the target's {self.num_target_layers} layers",
+                f"target_layer_ids {list(self.target_layer_ids)} outside the target's {self.num_target_layers} layers",
             ),
             (
                 0 <= self.mask_token_id < self.vocab_size,
@@ -82,7 +82,8 @@ class DFlashConfig:
         found["layer_types"] = tuple(config.get("layer_types") or [FULL] * layers)
         found["target_layer_ids"] = tuple(nested["target_layer_ids"])
         found["rope_theta"] = config.get("rope_theta") or rope.get("rope_theta", 10000.0)
-        found["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
+        scaled = rope.get("rope_type") or rope.get("type") or "default"  # older files say `type`
+        found["rope_scaling"] = rope if scaled != "default" else None
         names = {field.name for field in dataclasses.fields(DFlashConfig)}
         return DFlashConfig(**{name: value for name, value in found.items() if name in names})
 
@@ -321,7 +322,8 @@ def initialise(drafter, target, seed):
     """Draw every matrix from N(0, 0.02), the residual outputs from N(0, 0.02/√(2N)); keyed by name. Norms are 1.
 
     The final norm alone is set lower where the target's head is large, so that random hidden states score with a
-    deviation of at most 1 and training starts near ln V (SmolLM2's tied head gives 13 and a first loss of 95: measured).
+    deviation of at most 1 and training starts near ln V (SmolLM2's tied head gives 13 and a first loss of 95:
+    measured).
     """
 
     def drawn(name, value):

@@ -1,0 +1,120 @@
+"""Block attention against a loop over single queries in float64; gradients against finite differences of that loop.
+
+R rows, T context rows, N blocks, B block, H query heads, G key/value heads, d head dimension; all different.
+"""
+
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kernels import block_attention
+
+R, T, N, B, H, G, D = 2, 11, 3, 5, 6, 2, 7
+SCALE = 0.43  # not 1/sqrt(d), so that a hard-wired scale shows
+TOLERANCE = {mx.float32: 3e-6, mx.bfloat16: 3e-2, mx.float16: 4e-3}  # outputs of size 1; bf16 carries 8 bits
+SHAPES = {
+    "queries": (R, H, N, B, D),
+    "context_keys": (R, G, T, D),
+    "context_values": (R, G, T, D),
+    "block_keys": (R, G, N, B, D),
+    "block_values": (R, G, N, B, D),
+}
+
+
+@pytest.fixture
+def arrays():
+    generator = np.random.default_rng(5)
+    return {name: generator.normal(size=shape) for name, shape in SHAPES.items()}
+
+
+@pytest.fixture
+def masks():
+    """context_seen [R,1,N,B,T], some queries seeing no context at all; block_seen [1,1,1,B,B], causal."""
+    context = np.random.default_rng(6).random((R, 1, N, B, T)) < 0.4
+    context[0, 0, 1] = False
+    return context, np.tril(np.ones((B, B), bool))[None, None, None]
+
+
+def by_loop(arrays, context_seen, block_seen):
+    """One query at a time: the keys it sees, the exponentials of its scores, the weighted mean of the values."""
+    context_seen = np.broadcast_to(context_seen, (R, 1, N, B, T))
+    block_seen = np.broadcast_to(block_seen, (R, 1, N, B, B))
+    out = np.zeros(SHAPES["queries"])
+    for r, h, n, b in np.ndindex(R, H, N, B):
+        g, query = h * G // H, arrays["queries"][r, h, n, b]
+        pairs = []
+        for t in range(T):
+            if context_seen[r, 0, n, b, t]:
+                pairs.append((arrays["context_keys"][r, g, t], arrays["context_values"][r, g, t]))
+        for i in range(B):
+            if block_seen[r, 0, n, b, i]:
+                pairs.append((arrays["block_keys"][r, g, n, i], arrays["block_values"][r, g, n, i]))
+        exponentials = [math.exp(SCALE * sum(query * key)) for key, _ in pairs]
+        for weight, (_, value) in zip(exponentials, pairs, strict=True):
+            out[r, h, n, b] += weight / sum(exponentials) * value
+    return out
+
+
+def attend(arrays, masks, dtype=mx.float32):
+    given = [mx.array(arrays[name]).astype(dtype) for name in SHAPES]
+    return block_attention.attend(*given, *map(mx.array, masks), SCALE)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_each_query_averages_the_values_it_sees(arrays, masks, dtype):
+    found = attend(arrays, masks, dtype)
+    assert found.dtype == dtype
+    rounded = {name: np.array(mx.array(value).astype(dtype).astype(mx.float32)) for name, value in arrays.items()}
+    expected = by_loop(rounded, *masks)
+    np.testing.assert_allclose(np.array(found.astype(mx.float32)), expected, atol=TOLERANCE[dtype], rtol=0)
+
+
+def test_without_context_rows_the_block_attends_to_itself(arrays, masks):
+    empty = arrays | {name: arrays[name][:, :, :0] for name in ("context_keys", "context_values")}
+    found = attend(empty, (masks[0][..., :0], masks[1]))
+    expected = by_loop(arrays, np.zeros((R, 1, N, B, T), bool), masks[1])
+    np.testing.assert_allclose(np.array(found), expected, atol=TOLERANCE[mx.float32], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_what_is_unseen_may_be_anything(arrays, masks, dtype):
+    row, last = 4, B - 1  # nobody sees context row 4; under the causal mask only the last query sees the last slot
+    context = masks[0] & (np.arange(T) != row)
+    clean = np.array(attend(arrays, (context, masks[1]), dtype).astype(mx.float32))
+    poisoned = {name: value.copy() for name, value in arrays.items()}
+    for half, at in (("context", (..., row, slice(None))), ("block", (..., last, slice(None)))):
+        poisoned[f"{half}_keys"][at] = 1e30
+        poisoned[f"{half}_values"][at] = -1e30
+    found = np.array(attend(poisoned, (context, masks[1]), dtype).astype(mx.float32))
+    np.testing.assert_array_equal(found[..., :last, :], clean[..., :last, :])
+    assert not np.array_equal(found[..., last, :], clean[..., last, :])  # the poison is strong enough to be seen
+
+
+def test_scores_far_apart_stay_finite(arrays, masks):
+    large = arrays | {"queries": 300 * arrays["queries"]}
+    found = attend(large, masks, mx.bfloat16)
+    assert mx.all(mx.isfinite(found)).item()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_gradients_are_the_loops_finite_differences(arrays, masks, name):
+    cotangent = np.random.default_rng(7).normal(size=SHAPES["queries"])
+
+    def through(value):
+        given = [mx.array(value if other == name else arrays[other], mx.float32) for other in SHAPES]
+        given[list(SHAPES).index(name)] = value
+        return mx.sum(block_attention.attend(*given, *map(mx.array, masks), SCALE) * mx.array(cotangent, mx.float32))
+
+    gradient = np.array(mx.grad(through)(mx.array(arrays[name], mx.float32)))
+    picked = np.random.default_rng(8).choice(gradient.size, 4, replace=False)
+    picked = [*picked, np.abs(gradient).argmax()]
+    for flat in picked:
+        at, step = np.unravel_index(flat, gradient.shape), 1e-4
+        ends = []
+        for sign in (1, -1):
+            moved = arrays | {name: arrays[name].copy()}
+            moved[name][at] += sign * step
+            ends.append((by_loop(moved, *masks) * cotangent).sum())
+        assert gradient[at] == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=2e-5)
