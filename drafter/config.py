@@ -16,7 +16,7 @@ from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from kernels.errors import UserError
 
@@ -53,7 +53,7 @@ class DrafterConfig:
 
 @dataclasses.dataclass
 class DataConfig:
-    """What is trained on: `kind` synthesis (answers the target wrote), text (plain files) or dataset (a `datasets` name)."""
+    """What is trained on; `kind`: synthesis (answers the target wrote), text (plain files) or dataset (a name)."""
 
     kind: str = "synthesis"
     sources: list[str] = dataclasses.field(default_factory=list)
@@ -128,6 +128,7 @@ class Config:
     tracking: TrackingConfig = dataclasses.field(default_factory=TrackingConfig)
 
 
+FOLDER = re.compile(r"[\w-][\w.-]*")  # what may name a folder under runs/
 NOT_TRAINING = ("run", "out", "resume", "tracking")  # keys that leave the trained weights as they are
 
 
@@ -146,19 +147,32 @@ def compose(overrides):
         if missing:
             raise UserError(f"configuration lacks {', '.join(missing)}; add it, for example {missing[0]}=VALUE")
         config = OmegaConf.to_object(composed)
-    except ConfigKeyError as error:
-        raise UserError(unknown_key(error.full_key)) from error
     except (OmegaConfBaseException, HydraException) as error:
-        raise UserError(f"configuration: {str(error).splitlines()[0]}") from error
+        raise UserError(explained(error)) from error
     check(config)
     return config
+
+
+def explained(error):
+    """One line for what Hydra or OmegaConf refused: the unknown key, or the first error under theirs that has a key."""
+    chain = [error]
+    while inner := chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(inner)
+    keyed = next((one for one in chain if getattr(one, "full_key", None)), error)
+    key = getattr(keyed, "full_key", None) or getattr(keyed, "override", None)
+    if isinstance(keyed, (ConfigAttributeError, ConfigKeyError)):
+        return unknown_key(key)
+    reason = " ".join(line.strip() for line in str(keyed).splitlines() if not line.startswith("    "))
+    return f"configuration: {f'{key}: ' if key else ''}{reason}"
 
 
 def check_override(override):
     """Refuse an override that is not KEY=VALUE, names an unknown experiment, or an unknown key."""
     key, equals, value = override.partition("=")
-    if not equals:
+    if not equals or not key:
         raise UserError(f"{override!r}: expected KEY=VALUE, such as trainer.steps=100 or +experiment=quickstart")
+    if key == "experiment":
+        raise UserError(f"{override!r}: an experiment is added, not changed; write +{override}")
     key = key.lstrip("+")
     if key == "experiment":
         choices = sorted(file.stem for file in (CONFIGS / "experiment").glob("*.yaml"))
@@ -200,9 +214,11 @@ def check(config):
         ("data.row_tokens", config.data.row_tokens >= 2 * config.drafter.block_size, "at least two blocks"),
         ("data.validation_fraction", 0 < config.data.validation_fraction < 1, "between 0 and 1"),
         ("loss.name", config.loss.name == "cross_entropy", "cross_entropy"),
+        ("loss.gamma", config.loss.gamma is None or config.loss.gamma > 0, "above 0"),
         ("loss.rows_per_chunk", config.loss.rows_per_chunk >= 1, "at least 1"),
         ("optimizer.learning_rate", config.optimizer.learning_rate > 0, "above 0"),
         ("optimizer.warmup_fraction", 0 <= config.optimizer.warmup_fraction < 1, "from 0 to below 1"),
+        ("optimizer.max_gradient_norm", config.optimizer.max_gradient_norm > 0, "above 0"),
         ("trainer.steps", config.trainer.steps >= 1, "at least 1"),
         ("trainer.rows_per_step", config.trainer.rows_per_step >= 1, "at least 1"),
         ("trainer.anchors_per_document", config.trainer.anchors_per_document >= 1, "at least 1"),
@@ -210,7 +226,8 @@ def check(config):
         ("trainer.save_every", config.trainer.save_every >= 1, "at least 1"),
         ("trainer.keep", config.trainer.keep >= 1, "at least 1"),
         ("resume", config.resume in ("never", "auto"), "never or auto"),
-        ("name", re.fullmatch(r"[\w.-]+", config.name) is not None, "letters, digits, '.', '_' and '-'"),
+        ("name", FOLDER.fullmatch(config.name) is not None, "letters, digits, '.', '_' and '-', no '.' first"),
+        ("run", FOLDER.fullmatch(config.run or "run") is not None, "letters, digits, '.', '_' and '-', no '.' first"),
     ]
     for key, holds, expected in rules:
         if not holds:
