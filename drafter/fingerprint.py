@@ -74,8 +74,8 @@ def header(file):
             found = {
                 n: (e["dtype"], e["shape"], *(8 + length + at for at in e["data_offsets"])) for n, e in entries.items()
             }
-            if max((entry[3] for entry in found.values()), default=0) > size:
-                raise ValueError(f"its tensors end beyond its {size} bytes")
+            if any(not 0 <= start <= end <= size for _, _, start, end in found.values()):
+                raise ValueError(f"it places tensors outside its {size} bytes")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{file}: not a whole safetensors file ({error}); copy or download it again") from error
     return found
@@ -84,9 +84,10 @@ def header(file):
 def remembered(cache):
     """The digests a cache file knows; none when it is missing or damaged."""
     try:
-        return json.loads(pathlib.Path(cache).read_text()) if cache else {}
+        known = json.loads(pathlib.Path(cache).read_text()) if cache else {}
     except (OSError, ValueError):
         return {}
+    return known if isinstance(known, dict) else {}
 
 
 def remember(cache, known):
