@@ -10,7 +10,7 @@ import time
 
 import mlx.core as mx
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
 from kernels.errors import UserError
 
@@ -75,6 +75,7 @@ class Trainer:
             return self.objective(self.drafter, prepared)
 
         (loss, weight), gradients = mx.value_and_grad(total)(self.parameters)
+        weight = mx.maximum(weight, 1.0)  # a block weighs at least 1 (its slot 1); without any, not 0/0
         gradients = tree_map(lambda gradient: gradient / weight, gradients)
         gradients, norm = optim.clip_grad_norm(gradients, self.options.max_gradient_norm)
         rate = learning_rate(number, self.steps, self.options)
@@ -100,7 +101,9 @@ class Trainer:
 
     def restore(self, arrays):
         """Continue from the arrays that `state` gave."""
-        kept = tree_unflatten(list(arrays.items()))
+        # Into the trees as they are: a file's order of names would sum the gradient norm in another order.
+        own = {"parameters": self.parameters, "optimizer": self.optimizer.state}
+        kept = tree_map_with_path(lambda name, _: arrays[name], own)
         self.parameters, self.optimizer.state = kept["parameters"], kept["optimizer"]
         mx.eval(self.parameters, self.optimizer.state)
         self.show()
