@@ -9,7 +9,7 @@ import pathlib
 import re
 
 import mlx.core as mx
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from drafter import fingerprint, manifest
 from kernels.errors import UserError
@@ -28,7 +28,14 @@ LAYER_NAMES = {
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 GROUP = 32  # values that share a scale in ggml's Q4 and Q8 blocks
 BITS = {8: 4, 4: 8}  # values packed in one uint32 -> bits of each
-CONTROL = 3  # GGUF token type of control (special) tokens
+CONTROL, USER_DEFINED = 3, 4  # GGUF token types of special tokens, and of whole words that are never split
+PRE_TOKENIZERS = ("smollm", "gpt-2")  # what `tokenizer.ggml.pre` may say: digits one by one, or GPT-2's pattern alone
+INSTEAD = "Convert the original checkpoint with mlx_lm.convert and name that folder instead"
+REQUIRED = (
+    *("llama." + key for key in ("embedding_length", "feed_forward_length", "block_count", "context_length")),
+    *("llama.attention." + key for key in ("head_count", "layer_norm_rms_epsilon")),
+    *("tokenizer.ggml." + key for key in ("tokens", "merges", "token_type", "bos_token_id", "eos_token_id")),
+)
 
 
 def convert(path, folder, *, dtype="float32"):
@@ -74,17 +81,44 @@ def read(path):
     if found != ("llama", "gpt2"):
         raise UserError(
             f"{path}: GGUF of architecture {found[0]!r} with tokenizer {found[1]!r}; only llama with gpt2 (byte-level"
-            " BPE) is read. Convert the original checkpoint with mlx_lm.convert and name that folder instead"
+            f" BPE) is read. {INSTEAD}"
         )
+    check(path, tensors, metadata)
     return tensors, metadata
+
+
+def check(path, tensors, metadata):
+    """Refuse a file that is incomplete, or that would be converted to a subtly different model."""
+    missing = [key for key in REQUIRED if key not in metadata]
+    if missing:
+        raise UserError(f"{path}: GGUF metadata lacks {', '.join(missing)}; fetch or convert the file again")
+    config = config_of({}, metadata)
+    turned = number(metadata, "llama.rope.dimension_count", config["head_dim"])
+    rules = [
+        ("tokenizer.ggml.pre", metadata.get("tokenizer.ggml.pre"), PRE_TOKENIZERS),
+        ("llama.rope.scaling.type", metadata.get("llama.rope.scaling.type", "none"), ("none",)),
+        ("llama.rope.dimension_count", turned, (config["head_dim"],)),
+    ]
+    for key, found, expected in rules:
+        if found not in expected:
+            raise UserError(f"{path}: {key} is {found!r}; only {', '.join(map(repr, expected))} is read. {INSTEAD}")
+    for name in sorted(tensors):
+        stem, _, part = name.rpartition(".")
+        if part not in ("weight", "scales", "biases") or place(stem) is None:
+            raise UserError(f"{path}: tensor {name} has no place in a plain llama model. {INSTEAD}")
+
+
+def number(metadata, key, default=None):
+    """A number of the metadata as Python has it."""
+    found = metadata.get(key, default)
+    return found.item() if isinstance(found, mx.array) else found
 
 
 def config_of(tensors, metadata):
     """The config.json (as a dict) of a llama GGUF."""
 
     def value(key, default=None):
-        found = metadata.get(f"llama.{key}", default)
-        return found.item() if isinstance(found, mx.array) else found
+        return number(metadata, f"llama.{key}", default)
 
     heads = value("attention.head_count")
     return {
@@ -95,7 +129,7 @@ def config_of(tensors, metadata):
         "num_hidden_layers": value("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": value("attention.head_count_kv", heads),
-        "head_dim": value("embedding_length") // heads,
+        "head_dim": value("attention.key_length", value("embedding_length") // heads),
         "rms_norm_eps": float(f"{value('attention.layer_norm_rms_epsilon'):.6g}"),  # stored as a rounded float32
         "rope_theta": value("rope.freq_base", 10000.0),
         "max_position_embeddings": value("context_length"),
@@ -109,16 +143,13 @@ def config_of(tensors, metadata):
 def expand(tensors, config, dtype):
     """GGUF tensors to {mlx-lm name: array of `dtype`}; packed weights are unpacked, q and k rows put in HF order."""
     weights = {}
-    for name in sorted(tensors):
-        if not name.endswith(".weight") or name.startswith("rope_"):
-            continue
-        stem = name.removesuffix(".weight")
+    for stem in sorted(name.removesuffix(".weight") for name in tensors if name.endswith(".weight")):
         value = dense(tensors, stem)
         if stem.endswith("attn_q"):
             value = half_split(value, config["num_attention_heads"])
         if stem.endswith("attn_k"):
             value = half_split(value, config["num_key_value_heads"])
-        weights[rename(stem) + ".weight"] = value.astype(dtype)
+        weights[place(stem) + ".weight"] = value.astype(dtype)
     return weights
 
 
@@ -141,12 +172,12 @@ def half_split(value, heads):
     return pairs.swapaxes(1, 2).reshape(rows, columns)
 
 
-def rename(stem):
-    """`blk.7.attn_q` -> `model.layers.7.self_attn.q_proj`."""
+def place(stem):
+    """`blk.7.attn_q` -> `model.layers.7.self_attn.q_proj`; None for what a llama model does not have."""
     layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
     table, key = (LAYER_NAMES, layer[2]) if layer else (TOP_NAMES, stem)
     if key not in table:
-        raise UserError(f"GGUF tensor {stem}.weight has no place in a llama model; expected one of {sorted(table)}")
+        return None
     return f"model.layers.{layer[1]}.{table[key]}" if layer else table[key]
 
 
@@ -162,7 +193,15 @@ def write_tokenizer(metadata, folder):
     tokenizer.decoder = decoders.ByteLevel()
     kinds = metadata["tokenizer.ggml.token_type"].tolist()
     control = [token for token, kind in zip(tokens, kinds) if kind == CONTROL]
+    whole = [token for token, kind in zip(tokens, kinds) if kind == USER_DEFINED]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in whole])
+    if number(metadata, "tokenizer.ggml.add_bos_token", False):
+        first = number(metadata, "tokenizer.ggml.bos_token_id")
+        begin = tokens[first]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[begin, "$A"], pair=[begin, "$A", "$B"], special_tokens=[(begin, first)]
+        )
     with manifest.atomic(folder / "tokenizer.json") as file:
         file.write(tokenizer.to_str().encode())
     manifest.write_json(folder / "tokenizer_config.json", tokenizer_config(metadata, tokens, control))
