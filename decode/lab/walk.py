@@ -117,7 +117,9 @@ def walk(text, accepted):
 
 
 def walked_tau(target, drafter, texts, block_size):
-    """Tau of a drafter walked over greedy texts at one block size. Returns Tau."""
+    """Tau of a drafter walked over greedy texts at one block size. Returns Tau; all zeros where there is no text."""
+    if not texts:  # a target that ends every answer at once must not end a training run
+        return Tau(0.0, 0.0, 0, 0)
     accepted = accepted_everywhere(target, drafter, texts, block_size)
     walks = [walk(text, lengths) for text, lengths in zip(texts, accepted)]
     cycles = sum(map(len, walks))
