@@ -18,7 +18,7 @@ import mlx.nn as nn
 import mlx_lm.utils
 from mlx.utils import tree_flatten
 
-from drafter import fingerprint, sources
+from drafter import fingerprint, packed, sources
 from kernels import backend
 from kernels.blas import cache_folder
 from kernels.errors import UserError
@@ -128,15 +128,34 @@ class Target:
     def forward_packed(self, tokens, documents, taps=()):
         """Run packed rows: tokens [R,T] and document ids [R,T]; no token sees another document. Returns Forward.
 
-        Raises UserError for a target whose layers carry more than keys and values: their state would cross documents.
+        Raises UserError for a target whose layers would let documents see each other.
         """
-        foreign = {type(entry).__name__ for entry in self.make_cache()} - {"KVCache", "RotatingKVCache"}
+        if self.rows_at_once is None or len(tokens) == 1:
+            return self.masked(tokens, documents, taps)
+        ones = [self.masked(tokens[row][None], documents[row][None], taps) for row in range(len(tokens))]
+        taps = zip(*(one.taps for one in ones))
+        return Forward(mx.concatenate([one.hidden for one in ones]), tuple(mx.concatenate(tap) for tap in taps))
+
+    def masked(self, tokens, documents, taps=()):
+        """`forward_packed` in one forward of all rows, without asking whether the model keeps rows apart."""
+        return self.forward(tokens, [packed.PackedCache(documents)] * self.num_layers, taps)
+
+    @functools.cached_property
+    def rows_at_once(self):
+        """How many packed rows the model takes in one forward: None for any number, or 1; tried once, on this model."""
+        foreign = {type(entry).__name__ for entry in self.make_cache()} - packed.MASKED
         if foreign:
             raise UserError(
-                f"target {self.source}: its layers keep {', '.join(sorted(foreign))}, and packed rows need keys and values "
-                "alone; a drafter for it cannot be trained by this version"
+                f"target {self.source}: its layers keep {', '.join(sorted(foreign))}, and packed rows need keys and"
+                " values alone; a drafter for it cannot be trained by this version"
             )
-        return self.forward(tokens, [PackedCache(documents)] * self.num_layers, taps)
+        for rows, answer in ((2, None), (1, 1)):
+            if packed.separates(lambda *row: self.masked(*row).hidden, rows):
+                return answer
+        raise UserError(
+            f"target {self.source}: its attention does not keep packed documents apart; a drafter for it cannot be"
+            " trained by this version"
+        )
 
     def embed(self, tokens):
         """What the first layer is given for tokens [R,T], embedding scale included: [R,T,D]."""
@@ -169,29 +188,13 @@ class Target:
             return list(self.tokenizer.encode(text))
         if system:
             messages = [{"role": "system", "content": system}, *messages]
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is the checkpoint's own program
+            roles = ", ".join(message["role"] for message in messages)
+            reason = " ".join(str(error).split())
+            raise UserError(f"target {self.source}: its chat template refuses the roles {roles} ({reason})") from error
         return list(self.tokenizer.encode(text, add_special_tokens=False))
-
-
-class PackedCache:
-    """Stands in for an empty cache so that mlx-lm's own masks respect document boundaries in packed rows."""
-
-    offset = 0
-
-    def __init__(self, documents):
-        self.documents = documents
-
-    def update_and_fetch(self, keys, values):
-        """Nothing is kept: the row is seen whole."""
-        return keys, values
-
-    def make_mask(self, N, return_array=False, window_size=None):
-        """Boolean [R,1,N,N]: key ≤ query, same document, and within the window where there is one."""
-        query, key = mx.arange(N)[:, None], mx.arange(N)[None]
-        seen = key <= query
-        if window_size:
-            seen = seen & (query < key + window_size)
-        return (seen & (self.documents[:, :, None] == self.documents[:, None, :]))[:, None]
 
 
 class Reached(Exception):
@@ -266,7 +269,7 @@ def load(name, *, dtype=None, revision=None):
     model.freeze()
     backbone = find_backbone(model, location)
     hidden_size, vocab_size = probe(model, backbone, location)
-    tokenizer = mlx_lm.utils.load_tokenizer(location.folder, eos_token_ids=config.get("eos_token_id"))
+    tokenizer = load_tokenizer(location, config)
     tokenizer_sha256, template_sha256 = tokenizer_digests(tokenizer)
     return Target(
         model=model,
@@ -292,11 +295,23 @@ def load_model(location):
         return mlx_lm.utils.load_model(location.folder)
     except json.JSONDecodeError as error:
         raise UserError(f"{location.folder}/config.json: not JSON ({error}); copy it again") from error
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(
             f"target {location.source}: mlx-lm {mlx_lm.__version__} cannot load it ({reason}); "
             "scripts/doctor.py --target says whether a newer mlx-lm knows it"
+        ) from error
+
+
+def load_tokenizer(location, config):
+    """mlx-lm's wrapped tokenizer, its refusals put in one line."""
+    try:
+        return mlx_lm.utils.load_tokenizer(location.folder, eos_token_ids=config.get("eos_token_id"))
+    except Exception as error:  # the tokenizers library raises bare Exceptions
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"target {location.source}: its tokenizer cannot be read ({reason}); copy tokenizer.json and"
+            f" tokenizer_config.json to {location.folder} again"
         ) from error
 
 
@@ -317,7 +332,7 @@ def probe(model, backbone, location):
         hidden = backbone(tokens)
     with watched([backbone], returning) as held:
         held[id(backbone)] = hidden
-        again = model(tokens)
+        again = model(mx.zeros_like(tokens))  # as `score` asks: hidden states alone must decide
     if len(taps) != len(set(map(id, model.layers))) or not mx.array_equal(plain, again, equal_nan=True).item():
         raise UserError(
             f"target {location.source}: its tapped forward differs from its plain forward; it cannot be used"
@@ -332,8 +347,12 @@ def stored_fingerprint(location):
     record = location.folder / "source.json"
     if not record.is_file():
         return found
-    source = json.loads(record.read_text())
-    if source["converted"] != found:
+    try:
+        source = json.loads(record.read_text())
+        intact = source["converted"] == found
+    except (ValueError, KeyError, TypeError):
+        intact = False
+    if not intact:
         raise UserError(f"{location.folder}: changed since it was converted; delete that folder and run again")
     return source["fingerprint"]
 

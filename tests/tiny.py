@@ -36,6 +36,17 @@ SHAPES = {
         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
         "query_pre_attn_scalar": 32, "sliding_window": 11, "sliding_window_pattern": 3, "rope_local_base_freq": 1e4,
     },
+    "gemma3": {},  # gemma3_text inside a `language_model`
+    "gemma2": {
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "query_pre_attn_scalar": 32, "attn_logit_softcapping": 9.0, "final_logit_softcapping": 1.5,
+    },
+    "granite": {
+        "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1, "attention_bias": False,
+        "mlp_bias": False, "attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
+        "logits_scaling": 5.0,
+    },
+    "cohere": {"num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1, "logit_scale": 0.25},
     "lfm2": {
         "num_hidden_layers": 4, "num_attention_heads": 3, "num_key_value_heads": 1, "norm_eps": 1e-6,
         "layer_types": ["conv", "full_attention", "conv", "conv"], "conv_bias": False, "conv_L_cache": 3,
@@ -47,6 +58,10 @@ ARCHITECTURE = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma2": "Gemma2ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "cohere": "CohereForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
 }
 
@@ -54,8 +69,9 @@ ARCHITECTURE = {
 def folder(kind, tmp, *, seed=1, chat_template=False, gain=2.0, **overrides):
     """Write a random target of `kind` below `tmp` once and return its folder.
 
-    kind       llama, qwen2, qwen3, gemma3_text (sliding window 11, shorter than any prompt worth testing), or lfm2
-               (short convolutions whose state cannot be trimmed)
+    kind       llama, qwen2, qwen3, gemma3_text (sliding window 11, shorter than any prompt worth testing), gemma3 (the
+               same inside a wrapper), gemma2, granite, cohere (scaled embeddings and logits), or lfm2 (short
+               convolutions whose state cannot be trimmed)
     seed       of the weights
     gain       standard deviation of a projection is gain / sqrt(inputs)
     overrides  keys of config.json
@@ -73,6 +89,11 @@ def folder(kind, tmp, *, seed=1, chat_template=False, gain=2.0, **overrides):
 
 def configuration(kind, **overrides):
     """The config.json of a small target of `kind`."""
+    if kind == "gemma3":
+        inner = configuration("gemma3_text", **overrides)
+        outer = ("vocab_size", "bos_token_id", "eos_token_id")
+        named = {"model_type": kind, "architectures": [ARCHITECTURE[kind]], "text_config": inner}
+        return named | {key: inner[key] for key in outer}
     return {
         "model_type": kind,
         "architectures": [ARCHITECTURE[kind]],
@@ -96,8 +117,9 @@ def weights(config, seed, gain):
     shapes = tree_flatten(module.Model(module.ModelArgs.from_dict(config)).parameters())
     keys = mx.random.split(mx.random.key(seed), len(shapes))
     drawn = {name: draw(value.shape, key, gain) for (name, value), key in zip(shapes, keys, strict=True)}
-    if "lm_head.weight" in drawn:
-        drawn["lm_head.weight"] *= mx.array(spoken())[:, None]
+    for name, value in drawn.items():
+        if name.endswith("lm_head.weight"):
+            drawn[name] = value * mx.array(spoken() + [0.0] * (len(value) - VOCABULARY))[:, None]
     return drawn
 
 
