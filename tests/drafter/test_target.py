@@ -375,6 +375,20 @@ def edited(folder, tmp, file, change):
     return copy
 
 
+def test_a_tokenizer_that_begins_texts_with_a_token_does_so_raw_and_not_before_a_template(base, tmp_path):
+    begin = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    single = [begin, {"Sequence": {"id": "A", "type_id": 0}}]
+    token = {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
+    processor = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": {token["id"]: token}}
+    folder = tiny.folder("llama", base, chat_template=True)
+    target = targets.load(
+        edited(folder, tmp_path, "tokenizer.json", lambda found: found.update(post_processor=processor)),
+        dtype="float32",
+    )
+    assert target.encode("the mill", raw=True) == [0, *ids("the mill")]
+    assert target.encode("the mill") == ids("<|im_start|>user\nthe mill<|im_end|>\n<|im_start|>assistant\n")
+
+
 def test_a_template_that_refuses_a_role_is_told_in_one_line(base, tmp_path):
     folder = tiny.folder("llama", base, chat_template=True)
     refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}x"
