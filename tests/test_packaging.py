@@ -185,7 +185,7 @@ def test_quickstart_trains_measures_and_closes_with_the_manifests():
     [
         ("runs/quickstart/1/metrics.jsonl", True),
         ("runs/quickstart/1/step-5/model.safetensors", True),
-        ("runs/quickstart/1/manifest.json", False),
+        ("runs/quickstart/1/manifest.json", True),
         ("runs/smollm2-135m-dflash/model.safetensors", False),
         ("runs/synthesis/smollm2/answers.jsonl.gz", False),
         ("runs/benchmarks/ksweep.json", False),
