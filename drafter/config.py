@@ -129,6 +129,10 @@ class Config:
 
 
 FOLDER = re.compile(r"[\w-][\w.-]*")  # what may name a folder under runs/
+POSITIVE = (
+    *(f"drafter.{name}" for name in ("num_taps", "intermediate_size", "num_attention_heads", "num_key_value_heads")),
+    *("drafter.head_dim", "drafter.rope_theta", "drafter.sliding_window", "data.max_documents"),
+)  # keys that are None or above 0
 NOT_TRAINING = ("run", "out", "resume", "tracking")  # keys that leave the trained weights as they are
 
 
@@ -223,12 +227,18 @@ def check(config):
         ("trainer.rows_per_step", config.trainer.rows_per_step >= 1, "at least 1"),
         ("trainer.anchors_per_document", config.trainer.anchors_per_document >= 1, "at least 1"),
         ("trainer.validate_every", config.trainer.validate_every >= 1, "at least 1"),
+        ("trainer.validation_rows", config.trainer.validation_rows >= 1, "at least 1"),
+        ("trainer.walk_documents", config.trainer.walk_documents >= 1, "at least 1"),
+        ("trainer.walk_tokens", config.trainer.walk_tokens >= 2, "at least 2: the first is not walked"),
         ("trainer.save_every", config.trainer.save_every >= 1, "at least 1"),
         ("trainer.keep", config.trainer.keep >= 1, "at least 1"),
         ("resume", config.resume in ("never", "auto"), "never or auto"),
         ("name", FOLDER.fullmatch(config.name) is not None, "letters, digits, '.', '_' and '-', no '.' first"),
         ("run", FOLDER.fullmatch(config.run or "run") is not None, "letters, digits, '.', '_' and '-', no '.' first"),
     ]
+    for key in POSITIVE:
+        value = OmegaConf.select(OmegaConf.structured(config), key)
+        rules.append((key, value is None or value > 0, "above 0"))
     for key, holds, expected in rules:
         if not holds:
             raise UserError(f"{key} is {OmegaConf.select(OmegaConf.structured(config), key)!r}; expected {expected}")

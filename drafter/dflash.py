@@ -111,7 +111,8 @@ def config_for(target, options):
     settings, layers = target.settings, options.num_hidden_layers
     rope = settings.get("rope_parameters") or {}
     heads = options.num_attention_heads or settings["num_attention_heads"]
-    taps = options.target_layer_ids or default_taps(target.num_layers, options.num_taps or layers)
+    taps = options.target_layer_ids
+    taps = default_taps(target.num_layers, options.num_taps or layers) if taps is None else taps
     sliding = options.layer_types and SLIDING in options.layer_types
     scale = target.embedding_scale
     return DFlashConfig(

@@ -52,11 +52,14 @@ class Session:
     """One run of one configuration: what is loaded, where it writes, and how it ends."""
 
     def __init__(self, config, argv):
+        import mlx.core as mx
+
         from drafter import checkpoint, dflash, target
 
         self.config, self.argv = config, argv
         self.stop = False
         self.target = target.load(config.target.source, dtype=config.target.dtype, revision=config.target.revision)
+        self.target.forward_packed(*[mx.ones((1, 2), mx.int32)] * 2)  # refuses what cannot be trained for, early
         self.drafter = dflash.DFlash(dflash.config_for(self.target, config.drafter))
         dflash.initialise(self.drafter, self.target, config.trainer.seed)
         if config.init_from:
@@ -66,13 +69,13 @@ class Session:
         self.run = run_folder(config)
 
     def read_corpus(self):
-        """The packed rows of the configured sources."""
-        from drafter import corpus
+        """The packed rows of the configured sources; refuses a side of the split that no block can be drawn from."""
+        from drafter import anchors, corpus
         from drafter.documents import Source
 
         data = self.config.data
         sources = [Source(name, data.kind, data.split, data.column) for name in data.sources]
-        return corpus.rows(
+        read = corpus.rows(
             sources,
             self.target,
             length=data.row_tokens,
@@ -81,6 +84,14 @@ class Session:
             max_documents=data.max_documents,
             allow_mismatch=data.allow_target_mismatch,
         )
+        used = read.validation.loss_mask[: self.config.trainer.validation_rows]
+        for side, rows, mask in (("training", read.train, read.train.loss_mask), ("held-out", read.validation, used)):
+            if not anchors.valid_positions(mask, rows.documents[: len(mask)]).any():
+                raise UserError(
+                    f"{', '.join(data.sources)}: no {side} document has two answer tokens in a row, so no block can be "
+                    "drawn from it; give more or longer documents"
+                )
+        return read
 
     def card(self):
         """Print what is about to run, on what, with digests."""
@@ -396,14 +407,15 @@ def truncate(path, start):
 
 
 def open_wandb(run, config):
-    """A Weights & Biases run in the run's folder: offline unless WANDB_API_KEY is set."""
+    """A Weights & Biases run: offline unless WANDB_API_KEY is set. Its files change when they will, so they lie beside
+    the run, whose manifest answers for every file in it."""
     import wandb
 
     from drafter import config as configuration
 
     mode = None if os.environ.get("WANDB_API_KEY") else "offline"
     return wandb.init(
-        project=config.tracking.project, name=f"{config.name}/{run.name}", dir=str(run), mode=mode,
+        project=config.tracking.project, name=f"{config.name}/{run.name}", dir=str(run.parent), mode=mode,
         config=configuration.resolved(config),
     )  # fmt: skip
 
