@@ -67,7 +67,7 @@ class Prepared:
     rows: mx.array  # [R,N,B,D] embedded blocks
     positions: mx.array  # [R,N] int32
     documents: mx.array  # [R,T] int32
-    slots: mx.array  # [C,chunk] int32: supervised slots as flat indices into R·N·B, padded with 0
+    slots: mx.array  # [C,chunk] int32: supervised slots as flat indices into R·N·B, padded with 0: a slot 0
     labels: mx.array  # [C,chunk] int32
     weights: mx.array  # [C,chunk] float32, 0 where padded
 
@@ -91,7 +91,7 @@ class Objective:
         flat = np.flatnonzero(drawn.supervised)
         padded = np.zeros(-(-max(1, len(flat)) // self.rows_per_chunk) * self.rows_per_chunk, np.int32)
         padded[: len(flat)] = flat
-        weights = self.slot_weights[padded % B] * (np.arange(len(padded)) < len(flat))
+        weights = self.slot_weights[padded % B]  # padding points at an anchor's slot, which weighs 0
         chunked = (-1, self.rows_per_chunk)
         return Prepared(
             taps=tuple(mx.stop_gradient(tap) for tap in taps),
