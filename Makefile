@@ -12,7 +12,7 @@ SHELL := bash
 BACKEND ?= cpu
 BIN := .venv/bin
 READY := .venv/.ready-$(BACKEND)
-PROMPTS := --prompts suite --limit 12 --max-tokens 64 --block-sizes 4,8
+PROMPTS := --prompts suite --limit 10 --max-tokens 24 --block-sizes 4 --repeats 1
 
 $(READY): pyproject.toml
 	@scripts/venv.sh $(BACKEND)
