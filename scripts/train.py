@@ -14,10 +14,10 @@ import json
 import os
 import pathlib
 import signal
-import time
 
 import edge
 from kernels.errors import UserError
+from tracking import Log
 
 
 def parse(argv):
@@ -58,6 +58,7 @@ class Session:
 
         self.config, self.argv = config, argv
         self.stop = False
+        self.warm_start = {}
         self.target = target.load(config.target.source, dtype=config.target.dtype, revision=config.target.revision)
         self.target.forward_packed(*[mx.ones((1, 2), mx.int32)] * 2)  # refuses what cannot be trained for, early
         self.drafter = dflash.DFlash(dflash.config_for(self.target, config.drafter))
@@ -65,6 +66,7 @@ class Session:
         if config.init_from:
             warm = checkpoint.load_drafter(config.init_from, self.target, allow_mismatch=True)
             checkpoint.copy_weights(warm, self.drafter)
+            self.warm_start = {"init_from": {"sha256": warm.sha256, "target_mismatch": warm.mismatch}}
         self.corpus = self.read_corpus()
         self.run = run_folder(config)
 
@@ -276,7 +278,7 @@ class Session:
             "config_digest": configuration.digest(self.config),
             "data": [*self.corpus.train.sources, {"name": "packed rows", "sha256": self.corpus.train.sha256}],
             "argv": self.argv,
-            "extra": {"step": step, **(figures or {})},
+            "extra": {"step": step, **self.warm_start, **(figures or {})},
         }
         checkpoint.save_step(self.run, step, self.drafter, loop.state(), {"best": self.best}, **record)
         if better:
@@ -351,73 +353,6 @@ class interruptible:
         self.session.stop = True
         for name, handler in self.before.items():
             signal.signal(name, handler)
-
-
-class Log:
-    """Metrics to metrics.jsonl, a progress bar with rate and time left, and Weights & Biases when asked."""
-
-    def __init__(self, run, config, start):
-        import tqdm
-
-        truncate(run / "metrics.jsonl", start)
-        self.stream = open(run / "metrics.jsonl", "a")  # noqa: SIM115 (closed with the log)
-        self.bar = tqdm.tqdm(
-            total=config.trainer.steps, initial=start, unit="step", dynamic_ncols=True, mininterval=1.0
-        )
-        self.wandb = open_wandb(run, config) if config.tracking.wandb else None
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.stream.close()
-        self.bar.close()
-        if self.wandb:
-            self.wandb.finish()
-
-    def __call__(self, figures):
-        self.stream.write(json.dumps({"time": round(time.time(), 3), **figures}) + "\n")
-        if self.wandb:
-            self.wandb.log(figures, step=figures["step"])
-        if "loss" in figures:
-            self.bar.set_postfix(loss=f"{figures['loss']:.3f}", refresh=False)
-            self.bar.update(1)
-        if "validation_loss" in figures:
-            agreement = " ".join(f"{value:.2f}" for value in figures["agreement"][:7])
-            self.bar.write(
-                f"step {figures['step']}: validation loss {figures['validation_loss']:.4f}, "
-                f"agreement {agreement}, walked τ {figures['walked_tau']:.3f}"
-            )
-
-    def flush(self):
-        """Everything logged so far reaches the disk."""
-        self.stream.flush()
-        os.fsync(self.stream.fileno())
-
-
-def truncate(path, start):
-    """Drop lines of steps after `start` from an earlier attempt, so that each step is logged once."""
-    from drafter import manifest
-
-    if not path.is_file():
-        return
-    kept = [line for line in path.read_text().splitlines() if line and json.loads(line)["step"] <= start]
-    with manifest.atomic(path, "w") as stream:
-        stream.write("".join(line + "\n" for line in kept))
-
-
-def open_wandb(run, config):
-    """A Weights & Biases run: offline unless WANDB_API_KEY is set. Its files change when they will, so they lie beside
-    the run, whose manifest answers for every file in it."""
-    import wandb
-
-    from drafter import config as configuration
-
-    mode = None if os.environ.get("WANDB_API_KEY") else "offline"
-    return wandb.init(
-        project=config.tracking.project, name=f"{config.name}/{run.name}", dir=str(run.parent), mode=mode,
-        config=configuration.resolved(config),
-    )  # fmt: skip
 
 
 if __name__ == "__main__":

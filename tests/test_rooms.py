@@ -19,7 +19,7 @@ ROOMS = {
         release objective trainer pretrain variants""",
     "decode": "transaction verify proposers schedule cycle stream",
     "decode.lab": "prompts health statistics ties arms timing walk cost experiment report",
-    "scripts": "edge traps train spec_decode synthesize make_variant manifest doctor",
+    "scripts": "edge traps tracking train spec_decode synthesize make_variant manifest doctor",
 }
 RANKS = {
     (room, module): (depth, place)

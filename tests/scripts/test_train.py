@@ -206,14 +206,15 @@ def test_answers_train_a_drafter_and_are_recorded(command, arguments, synthesis,
     assert record.data[0]["sha256"] == manifests.sha256_file(folder / "answers.jsonl.gz")
 
 
-def test_a_warm_start_begins_with_the_given_weights(command, arguments, finished, tmp_path):
+def test_a_warm_start_begins_with_the_given_weights_and_is_recorded(command, arguments, finished, tmp_path):
     first = finished("earlier") / "step-6"
     still = {"optimizer__learning_rate": 1e-30, "trainer__steps": 1}
     assert command(arguments(run="two", init_from=first, trainer__seed=5, **still))[0] == 0
-    one, two = (
-        mx.load(str(folder / "model.safetensors")) for folder in (first, tmp_path / "runs" / "small" / "two" / "step-1")
-    )
+    second = tmp_path / "runs" / "small" / "two" / "step-1"
+    one, two = (mx.load(str(folder / "model.safetensors")) for folder in (first, second))
     assert all(mx.array_equal(value, two[name]).item() for name, value in one.items())
+    digest = manifests.sha256_file(first / "model.safetensors")
+    assert manifests.read(second).extra["init_from"] == {"sha256": digest, "target_mismatch": None}
 
 
 # Interrupts.
