@@ -76,10 +76,12 @@ def sha256_file(path):
 def atomic(path, mode="wb"):
     """Write a whole file or none: yields a stream on a temporary file beside `path`, then fsyncs and renames it.
 
-    mode: "wb" or "w" (UTF-8). On any failure the temporary file is removed and `path` is as it was; an OSError names
-    `path`, since writing to an open stream names no file (a full disk, for one).
+    mode: "wb" or "w" (UTF-8). Raises UserError where `path` is a folder or a device. On any failure the temporary file
+    is removed and `path` is as it was; an OSError names `path`, since writing to an open stream names no file (a full
+    disk, for one).
     """
     path = pathlib.Path(path)
+    refuse_special(path)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
         with open(partial, mode.replace("w", "x"), encoding=None if "b" in mode else "utf-8") as stream:
@@ -94,6 +96,12 @@ def atomic(path, mode="wb"):
         if isinstance(error, OSError) and error.filename in (None, str(partial)):
             error.filename, error.filename2 = str(path), None
         raise
+
+
+def refuse_special(path):
+    """Raise UserError where `path` is no place for a file: renaming onto /dev/null, say, would replace the device."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: not a regular file; name a new file, or one that may be overwritten")
 
 
 def sync_folder(folder):

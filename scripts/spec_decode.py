@@ -219,8 +219,11 @@ def default_out(target):
 
 def refuse_unwritable(out):
     """Raise now, not after the work, where the result could not be written: write as much nearby and remove that."""
+    from drafter import manifest
+
     if out.is_dir():
         raise UserError(f"--out {out} is a folder; name a file in it, such as {out / 'ksweep.json'}")
+    manifest.refuse_special(out)
     folder = next(folder for folder in out.absolute().parents if folder.exists())
     if not folder.is_dir():
         raise UserError(f"--out {out}: {folder} is a file; choose a place in a folder")

@@ -137,7 +137,9 @@ class Session:
 
         self.card()
         memory = memory_estimate(self.target, self.drafter, self.config)
-        print("memory       " + ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in memory.items()))
+        parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in memory.items())
+        print(f"memory       about {sum(memory.values()) / 2**30:.1f} GiB: {parts}")
+        print("             less with smaller trainer.rows_per_step, trainer.anchors_per_document or data.row_tokens")
         print(yaml.safe_dump(configuration.resolved(self.config), sort_keys=False), end="")
         return {
             "status": "done",

@@ -187,7 +187,7 @@ def test_quickstart_trains_measures_and_closes_with_the_manifests():
         ("runs/quickstart/1/step-5/model.safetensors", True),
         ("runs/quickstart/1/manifest.json", True),
         ("runs/smollm2-135m-dflash/model.safetensors", False),
-        ("runs/synthesis/smollm2/answers.jsonl.gz", False),
+        ("runs/synthesis/smollm2-135m/answers.jsonl.gz", False),
         ("runs/benchmarks/ksweep.json", False),
         (".venv/bin/python", True),
         (".device/site.tar.xz", True),

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import stat
 import subprocess
 
 import pytest
@@ -246,3 +247,12 @@ def test_another_target_is_refused_naming_both_digests(folder, field):
     manifest.match_target(record, TARGET | {"source": "elsewhere", "dtype": "bfloat16"}, remedy="train again")
     with pytest.raises(UserError, match=rf"{field} {TARGET[field]} .*is other .*train again"):
         manifest.match_target(record, TARGET | {field: "other"}, remedy="train again")
+
+
+def test_a_device_is_never_replaced_by_a_file(tmp_path):
+    device = tmp_path / "null"
+    os.mkfifo(device)
+    with pytest.raises(UserError, match=f"{device}: not a regular file"):
+        manifest.write_json(device, {})
+    assert stat.S_ISFIFO(device.stat().st_mode)
+    assert list(tmp_path.iterdir()) == [device]
