@@ -156,7 +156,7 @@ def test_a_value_that_must_be_given_is_asked_for(overrides, key):
 def test_an_unknown_key_in_an_experiment_file_is_refused_with_the_nearest(tmp_path, monkeypatch):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "config.yaml").write_text((CONFIGS / "config.yaml").read_text())
-    text = (CONFIGS / "experiment" / "quickstart.yaml").read_text().replace("  steps: 60", "  stepz: 60")
+    text = (CONFIGS / "experiment" / "quickstart.yaml").read_text().replace("\n  steps: ", "\n  stepz: ")
     (tmp_path / "experiment" / "mine.yaml").write_text(text)
     monkeypatch.setattr(config, "CONFIGS", tmp_path)
     line = refusal("+experiment=mine")
