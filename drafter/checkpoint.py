@@ -64,6 +64,10 @@ def quantised(weights, bits, group_size):
         if value.ndim < 2:
             packed[name] = value
             continue
+        if value.shape[-1] % group_size:
+            raise UserError(
+                f"{name} has rows of {value.shape[-1]}, not a multiple of {group_size}: it cannot be quantised"
+            )
         stem = name.removesuffix(".weight")
         packed[name], packed[f"{stem}.scales"], packed[f"{stem}.biases"] = mx.quantize(value, group_size, bits)
     return packed
@@ -169,7 +173,7 @@ def load_drafter(path, target, *, allow_mismatch=False):
     folder = resolve(path)
     mismatch = check_target(folder, target, allow_mismatch)
     config_json = manifest.read_json(folder / "config.json")
-    drafter = dflash.DFlash(read_config(folder, config_json, target))
+    drafter = build(folder, config_json, target)
     weights = read_weights(folder, config_json.get("quantization"))
     check_weights(folder, dict(tree_flatten(drafter.parameters())), weights)
     drafter.load_weights([(name, value.astype(getattr(mx, target.dtype))) for name, value in weights.items()])
@@ -198,16 +202,26 @@ def check_target(folder, target, allow_mismatch):
     if not allow_mismatch:
         remedy = "train one for it, or pass --allow-target-mismatch"
         manifest.match_target(record, target.identity(), remedy=remedy)
-    trained = record.target["fingerprint"]
+    trained = record.target.get("fingerprint")
     return None if trained == target.fingerprint else {"trained_for": trained, "used_with": target.fingerprint}
 
 
-def read_config(folder, config_json, target):
-    """The DFlashConfig of a checkpoint, checked against the target's shape."""
+def build(folder, config_json, target):
+    """A drafter of the checkpoint's shape, its weights not loaded yet. Raises UserError for one that cannot be."""
     try:
-        config = dflash.DFlashConfig.from_json(config_json)
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{folder}/config.json: not a DFlash drafter's ({type(error).__name__} {error})") from error
+        return dflash.DFlash(read_config(config_json, folder, target))
+    except UserError:
+        raise
+    except (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{folder}/config.json: not a DFlash drafter's ({type(error).__name__} {reason}); restore or mend it"
+        ) from error
+
+
+def read_config(config_json, folder, target):
+    """The DFlashConfig of a checkpoint, checked against the target's shape."""
+    config = dflash.DFlashConfig.from_json(config_json)
     pairs = [
         ("hidden_size", config.hidden_size, target.hidden_size),
         ("num_target_layers", config.num_target_layers, target.num_layers),
@@ -229,7 +243,14 @@ def read_weights(folder, quantization):
     for file in weight_files(folder):
         fingerprint.header(file)
         weights |= mx.load(str(file))
-    return expanded(weights, **quantization) if quantization else weights
+    if not quantization:
+        return weights
+    try:
+        return expanded(weights, **quantization)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{folder}/config.json: quantization {quantization} does not fit its weights ({error})"
+        ) from error
 
 
 def check_weights(folder, expected, found):

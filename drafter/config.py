@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import math
 import pathlib
 import re
 
@@ -220,7 +221,11 @@ def check(config):
         ("loss.name", config.loss.name == "cross_entropy", "cross_entropy"),
         ("loss.gamma", config.loss.gamma is None or config.loss.gamma > 0, "above 0"),
         ("loss.rows_per_chunk", config.loss.rows_per_chunk >= 1, "at least 1"),
-        ("optimizer.learning_rate", config.optimizer.learning_rate > 0, "above 0"),
+        ("optimizer.learning_rate", 0 < config.optimizer.learning_rate < math.inf, "above 0, and finite"),
+        ("optimizer.beta1", 0 <= config.optimizer.beta1 < 1, "from 0 to below 1"),
+        ("optimizer.beta2", 0 <= config.optimizer.beta2 < 1, "from 0 to below 1"),
+        ("optimizer.weight_decay", 0 <= config.optimizer.weight_decay < math.inf, "0 or above, and finite"),
+        ("drafter.head_dim", (config.drafter.head_dim or 2) % 2 == 0, "even: positions rotate pairs"),
         ("optimizer.warmup_fraction", 0 <= config.optimizer.warmup_fraction < 1, "from 0 to below 1"),
         ("optimizer.max_gradient_norm", config.optimizer.max_gradient_norm > 0, "above 0"),
         ("trainer.steps", config.trainer.steps >= 1, "at least 1"),

@@ -140,7 +140,7 @@ def decode_line(path, number, line):
     """One line's JSON object."""
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} line {number}: not JSON ({error}); expected one JSON object a line") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} line {number}: found {type(value).__name__}, expected a JSON object")

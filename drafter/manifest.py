@@ -81,6 +81,8 @@ def atomic(path, mode="wb"):
     disk, for one).
     """
     path = pathlib.Path(path)
+    if path.is_symlink():
+        path = path.resolve()  # what the link names is written, and the link stays one
     refuse_special(path)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
@@ -251,6 +253,8 @@ def schema_fault(content):
     for field, kind in FIELDS.items():
         if field not in content or not isinstance(content[field], kind):
             return f"found {field}={str(content.get(field))[:60]}, expected the schema's type"
+    if not all(isinstance(entry, dict) and {"name", "sha256"} <= entry.keys() for entry in content["data"]):
+        return "found data without name and sha256, expected both in every entry"
     for name, entry in content["files"].items():
         if not inside(name):
             return f"found the file name {name!r}, expected one inside the folder"

@@ -183,6 +183,8 @@ class Target:
     def encode(self, prompt, *, raw=False, system=None):
         """Token ids of a prompt (text, or a list of {role, content}), with the chat template unless fed raw."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        for text in [system or "", *(message["content"] for message in messages)]:
+            check_text(text)
         if self.raw_reason(raw):
             text = "\n".join([*([system] if system else []), *(message["content"] for message in messages)])
             return list(self.tokenizer.encode(text))
@@ -195,6 +197,16 @@ class Target:
             reason = " ".join(str(error).split())
             raise UserError(f"target {self.source}: its chat template refuses the roles {roles} ({reason})") from error
         return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+def check_text(text):
+    """Raise UserError for text that is not Unicode: bytes that a shell could not decode, or half of a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"prompt: character {error.start} is not valid Unicode ({error.reason}); save it as UTF-8"
+        ) from None
 
 
 class Reached(Exception):
@@ -295,7 +307,7 @@ def load_model(location):
         return mlx_lm.utils.load_model(location.folder)
     except json.JSONDecodeError as error:
         raise UserError(f"{location.folder}/config.json: not JSON ({error}); copy it again") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except (ValueError, ArithmeticError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(
             f"target {location.source}: mlx-lm {mlx_lm.__version__} cannot load it ({reason}); "

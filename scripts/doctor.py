@@ -153,7 +153,7 @@ def check_memory():
     if free is None:
         return Finding("ok", f"{physical_memory() / GIB:.1f} GiB in all; this system does not say how much is free")
     text = f"{free / GIB:.1f} GiB free of {physical_memory() / GIB:.1f}"
-    remedy = "close other programs, or lower the batch: trainer.rows=1"
+    remedy = "close other programs, or lower the batch: trainer.rows_per_step=1"
     return Finding("ok", text) if free >= LITTLE_MEMORY else Finding("warn", text, remedy)
 
 

@@ -8,6 +8,7 @@ import argparse
 import difflib
 import errno
 import json
+import os
 import pathlib
 import re
 import sys
@@ -25,6 +26,7 @@ REMEDY = {
     errno.EISDIR: "name a file, not a folder",
     errno.EACCES: "choose a place you may write to, or change its permissions",
     errno.EPERM: "choose a place you may write to, or change its permissions",
+    errno.ENAMETOOLONG: "choose a shorter name",
     errno.EROFS: "choose a place that is not read-only",
     errno.ENOSPC: "free some space or choose another disk",
     errno.EDQUOT: "free some space or choose another disk",
@@ -62,6 +64,10 @@ def run(main):
     except KeyboardInterrupt:
         closing = {"status": "interrupted"}
         print("interrupted", file=sys.stderr)
+        print()  # the interrupt may have come in the middle of a line, and the closing one stands alone
+    except BrokenPipeError:  # whoever read the output has gone: there is nobody to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT["interrupted"])
     except OSError as error:
         if error.errno not in REMEDY:
             raise

@@ -200,11 +200,11 @@ class Session:
         """Make the run's folder and write its configuration; refuse one that holds another run."""
         import yaml
 
+        from drafter import checkpoint, manifest
         from drafter import config as configuration
-        from drafter import manifest
 
         record = self.run / "config.yaml"
-        if record.is_file():
+        if record.is_file() and checkpoint.steps_of(self.run):  # a run that saved no step has nothing to lose
             earlier = yaml.safe_load(record.read_text())
             now = json.loads(json.dumps(configuration.resolved(self.config)))
             differing = [key for key in now if key not in configuration.NOT_TRAINING and now[key] != earlier.get(key)]

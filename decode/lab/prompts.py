@@ -93,6 +93,8 @@ def parse(path, number, line):
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{number} is not JSON ({error.msg} at column {error.colno}); mend that line") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}:{number} is not JSON that can be read ({error}); mend that line") from None
     if not isinstance(row, dict):
         raise UserError(f"{path}:{number} holds a {type(row).__name__}; expected an object with `turns` or `prompt`")
     turns = row.get("turns", [row["prompt"]] if "prompt" in row else None)

@@ -320,6 +320,25 @@ def test_a_config_of_something_else_is_named(step, llama, tmp_path, content, nam
     assert named in refusal(folder, llama, allow_mismatch=True)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_key_value_heads": 0},
+        {"head_dim": None},
+        {"num_attention_heads": 1e30},
+        {"rms_norm_eps": "x"},
+        {"quantization": {"x": 1}},
+        {"quantization": 5},
+        {"rope_scaling": {"rope_type": "nope"}},
+    ],
+)
+def test_a_config_that_no_drafter_can_have_is_one_line(step, llama, tmp_path, change):
+    folder = foreign(step, tmp_path, lambda weights: None)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    assert f"{folder}/config.json" in refusal(folder, llama, allow_mismatch=True)
+
+
 # Warm starts.
 
 

@@ -166,6 +166,11 @@ def test_an_unknown_key_in_an_experiment_file_is_refused_with_the_nearest(tmp_pa
 RULES = [
     ("drafter.block_size", 1, 2),
     ("drafter.num_hidden_layers", 0, 1),
+    ("optimizer.learning_rate", float("inf"), 1e-3),
+    ("optimizer.beta1", 5.0, 0.0),
+    ("optimizer.beta2", 1.0, 0.5),
+    ("optimizer.weight_decay", -0.1, 0.0),
+    ("drafter.head_dim", 7, 8),
     ("data.kind", "images", "text"),
     ("data.sources", [], ["x"]),
     ("data.row_tokens", 15, 16),  # two blocks of quickstart's eight

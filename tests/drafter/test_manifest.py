@@ -256,3 +256,11 @@ def test_a_device_is_never_replaced_by_a_file(tmp_path):
         manifest.write_json(device, {})
     assert stat.S_ISFIFO(device.stat().st_mode)
     assert list(tmp_path.iterdir()) == [device]
+
+
+def test_a_link_is_written_through(tmp_path):
+    (tmp_path / "real.json").write_text("{}")
+    (tmp_path / "link.json").symlink_to("real.json")
+    manifest.write_json(tmp_path / "link.json", {"new": 1})
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads((tmp_path / "real.json").read_text()) == {"new": 1}

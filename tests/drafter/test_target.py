@@ -375,6 +375,13 @@ def edited(folder, tmp, file, change):
     return copy
 
 
+@pytest.mark.parametrize("text", ["half \ud800 a character", b"a\xff".decode(errors="surrogateescape")])
+def test_text_that_is_not_unicode_is_refused_in_one_line(load, text):
+    for options in ({"prompt": text}, {"prompt": "fine", "system": text}):
+        with pytest.raises(UserError, match="is not valid Unicode"):
+            load("llama").encode(**options)
+
+
 def test_a_tokenizer_that_begins_texts_with_a_token_does_so_raw_and_not_before_a_template(base, tmp_path):
     begin = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
     single = [begin, {"Sequence": {"id": "A", "type_id": 0}}]

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -53,6 +54,22 @@ def test_what_the_system_refuses_is_one_line_with_file_reason_and_remedy(capsys,
     assert shown.startswith(f"error: runs/out.json: {os.strerror(number).lower()}; ")
     assert shown.strip().endswith(edge.REMEDY[number])
     assert closing["status"] == "refused"
+
+
+def test_an_interruption_in_the_middle_of_a_line_leaves_the_closing_line_alone(capsys, monkeypatch):
+    def main(argv):
+        print("half a sen", end="")
+        raise KeyboardInterrupt
+
+    assert leave(main, capsys, monkeypatch)[:2] == (130, {"status": "interrupted"})
+
+
+def test_a_reader_that_leaves_ends_the_command_without_a_traceback():
+    code = "import edge\nedge.run(lambda argv: [print('line ' * 9999, flush=True) for _ in range(99)])"
+    where = pathlib.Path(edge.__file__).parent
+    command = f'{sys.executable} -c "{code}" | head -c 5'
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], cwd=where, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "line ", "")
 
 
 def test_an_interruption_is_exit_130(capsys, monkeypatch):

@@ -285,6 +285,8 @@ def test_a_loss_that_is_not_finite_names_the_step_and_the_last_good_checkpoint(c
     assert "step 2: loss nan" in closing["error"]
     assert "no step was saved yet" in closing["error"]
     assert not list((tmp_path / "runs" / "small" / "one").glob("step-*"))
+    code, closing, *_ = command(arguments(trainer__steps=1))  # nothing was kept, so the name is free again
+    assert (code, closing["steps"]) == (0, 1)
 
 
 # Refusals.
