@@ -23,7 +23,7 @@ A DFlash drafter for **{source}**. It proposes up to {proposals} tokens in one p
 forward and keeps those that it would have written itself, so the text stays the target's own. On another target, or
 another version of it, loading is refused unless that is asked for by name.
 
-    python scripts/spec_decode.py ksweep --target {source} --drafter {title} --prompts suite
+    python scripts/spec_decode.py ksweep --target TARGET --drafter FOLDER --prompts suite
 """
 ANSWERS_CARD = """\
 # {title}
