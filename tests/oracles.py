@@ -5,7 +5,7 @@ R rows, T tokens, L held rows, H heads, d head dimension, V vocabulary.
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import ConcatenateKVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, ConcatenateKVCache, QuantizedKVCache, RotatingKVCache
 
 
 def greedy_uncached(model, prompt, count):
@@ -32,7 +32,12 @@ def greedy_stepwise(model, prompt, count, cache):
 
 
 def cache_rows(cache):
-    """A cache's (keys, values) in temporal order as float arrays [R,H,L,d], by reading its fields; () when empty."""
+    """A cache's (keys, values) in temporal order as float arrays [R,H,L,d], by reading its fields; () when empty.
+
+    Of a recurrent layer: its (convolution state, state).
+    """
+    if isinstance(cache, ArraysCache):
+        return tuple(value for value in cache.cache if value is not None)
     if cache.keys is None:
         return ()
     if isinstance(cache, QuantizedKVCache):
@@ -57,6 +62,44 @@ def rotating_order(cache):
 def assert_same_caches(found, expected, tolerance):
     """Two lists of caches hold the same rows at the same offsets, values within an absolute tolerance."""
     for one, other in zip(found, expected, strict=True):
-        assert one.offset == other.offset
+        assert getattr(one, "offset", None) == getattr(other, "offset", None)
         for mine, theirs in zip(cache_rows(one), cache_rows(other), strict=True):
             np.testing.assert_allclose(np.array(mine), np.array(theirs), atol=tolerance, rtol=0)
+
+
+def gated_delta_loop(q, k, v, g, beta, state, mask=None):
+    """The gated delta rule in float64, one token and one head at a time.
+
+    q, k [R,T,Hk,Dk], v [R,T,Hv,Dv], g [R,T,Hv] or [R,T,Hv,Dk], beta [R,T,Hv], state [R,Hv,Dv,Dk], mask [R,T] or None.
+    Returns y [R,T,Hv,Dv], δ [R,T,Hv,Dv], and the states before every token and after the last [R,T+1,Hv,Dv,Dk].
+    """
+    (R, T, Hv, Dv), (Hk, Dk) = v.shape, k.shape[2:]
+    y, delta, states = np.zeros((R, T, Hv, Dv)), np.zeros((R, T, Hv, Dv)), np.zeros((R, T + 1, Hv, Dv, Dk))
+    states[:, 0] = state
+    for r, h, t in np.ndindex(R, Hv, T):
+        own = h * Hk // Hv
+        before = states[r, t, h]
+        states[r, t + 1, h] = before
+        if mask is None or mask[r, t]:
+            decayed = before * g[r, t, h]
+            delta[r, t, h] = beta[r, t, h] * (v[r, t, h] - decayed @ k[r, t, own])
+            states[r, t + 1, h] = decayed + np.outer(delta[r, t, h], k[r, t, own])
+            y[r, t, h] = states[r, t + 1, h] @ q[r, t, own]
+    return y, delta, states
+
+
+def causal_conv_loop(x, weight, state, documents=None):
+    """silu of the depthwise convolution in float64, one token and one tap at a time, before silu and after it.
+
+    x [R,T,C], weight [C,K], state [R,K−1,C] (of the first token's document), documents [R,T] or None.
+    """
+    (R, T, C), K = x.shape, weight.shape[1]
+    total = np.zeros((R, T, C))
+    for r, t, back in np.ndindex(R, T, K):
+        if t - back < 0:
+            same, source = documents is None or documents[r, t] == documents[r, 0], state[r, K - 1 + t - back]
+        else:
+            same, source = documents is None or documents[r, t] == documents[r, t - back], x[r, t - back]
+        if same:
+            total[r, t] += weight[:, K - 1 - back] * source
+    return total, total / (1 + np.exp(-total))

@@ -12,8 +12,8 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 ROOMS = {
-    "kernels": """errors blas backend portable verdicts gated_delta causal_conv block_attention small_matmul
-        selfcheck""",
+    "kernels": """errors blas backend portable verdicts chunked_delta gated_delta causal_conv block_attention
+        small_matmul selfcheck""",
     "drafter": """config rng manifest losses anchors fingerprint gguf sources hybrid packed target heads dflash
         gated_lora formats documents corpus prompts answers synthesis features checkpoint
         release objective trainer pretrain variants""",

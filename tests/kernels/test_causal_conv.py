@@ -1,0 +1,112 @@
+"""The short convolution against a loop over taps in float64; its gradient against finite differences of that loop.
+
+R rows, T tokens, C channels, K width, all different.
+"""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kernels import causal_conv
+from oracles import causal_conv_loop
+
+R, T, C, K = 2, 11, 7, 4
+TOLERANCE = {mx.float32: 1e-6, mx.bfloat16: 1.6e-2, mx.float16: 2e-3}  # two roundings at outputs below 4
+DOCUMENTS = np.array([[4, 4, 4, 9, 9, 2, 2, 2, 2, 2, 5], [1, 3, 3, 3, 3, 3, 3, 3, 6, 6, 6]])
+
+
+def drawn(width=K, seed=3):
+    """x, weight and state, as float64 numbers that bf16 holds exactly."""
+    generator = np.random.default_rng(seed)
+    shapes = {"x": (R, T, C), "weight": (C, width), "state": (R, width - 1, C)}
+    return {name: np.round(16 * generator.uniform(-1, 1, shape)) / 16 for name, shape in shapes.items()}
+
+
+def run(arrays, documents=None, dtype=mx.float32, zero=False):
+    x, weight, state = (mx.array(arrays[name]).astype(dtype) for name in ("x", "weight", "state"))
+    given = None if documents is None else mx.array(documents)
+    return causal_conv.causal_conv(x, weight[..., None], None if zero else state, given)
+
+
+def numbers(array):
+    return np.array(array.astype(mx.float32))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "packed"])
+def test_each_token_reads_the_taps_before_it(dtype, width, documents):
+    arrays = drawn(width)
+    y, window = run(arrays, documents, dtype)
+    assert (y.dtype, window.dtype) == (dtype, dtype)
+    np.testing.assert_array_equal(numbers(window), np.concatenate([arrays["state"], arrays["x"]], axis=1))
+    expected = causal_conv_loop(arrays["x"], arrays["weight"], arrays["state"], documents)[1]
+    np.testing.assert_allclose(numbers(y), expected, atol=TOLERANCE[dtype], rtol=0)
+
+
+def test_no_state_is_a_state_of_zeros():
+    arrays = drawn()
+    empty = arrays | {"state": np.zeros_like(arrays["state"])}
+    for one, other in zip(run(arrays, zero=True), run(empty), strict=True):
+        np.testing.assert_array_equal(numbers(one), numbers(other))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_feeding_in_pieces_is_feeding_at_once_to_the_bit(dtype):
+    arrays = drawn()
+    whole, _ = run(arrays, dtype=dtype)
+    x, weight, state = (mx.array(arrays[name]).astype(dtype) for name in ("x", "weight", "state"))
+    pieces, at = [], 0
+    for size in (1, 5, 2, 3):
+        y, window = causal_conv.causal_conv(x[:, at : at + size], weight[..., None], state)
+        state, at = causal_conv.state_after(window, size, K), at + size
+        pieces.append(y)
+    np.testing.assert_array_equal(numbers(mx.concatenate(pieces, axis=1)), numbers(whole))
+
+
+def test_the_state_after_n_tokens_is_the_last_inputs():
+    arrays = drawn()
+    _, window = run(arrays)
+    inputs = np.concatenate([arrays["state"], arrays["x"]], axis=1)
+    for n in range(T + 1):
+        np.testing.assert_array_equal(numbers(causal_conv.state_after(window, n, K)), inputs[:, n : n + K - 1])
+        single = causal_conv.state_after(window, mx.array(n), K)
+        np.testing.assert_array_equal(numbers(single), inputs[:, n : n + K - 1])
+    lengths = [3, 10]
+    found = numbers(causal_conv.state_after(window, mx.array(lengths), K))
+    expected = [inputs[r, n : n + K - 1] for r, n in enumerate(lengths)]
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_the_state_at_any_position_goes_on_as_the_packed_row_does():
+    arrays = drawn()
+    whole, window = run(arrays, DOCUMENTS)
+    positions = mx.array([[0, 3, 4, 8], [1, 2, 9, 10]])
+    states = causal_conv.state_after(window, positions, K, mx.array(DOCUMENTS))  # [R,N,K−1,C]
+    weight = mx.array(arrays["weight"], mx.float32)[..., None]
+    for r, i in np.ndindex(*positions.shape):
+        at = positions[r, i].item()
+        stays = np.flatnonzero(DOCUMENTS[r, at:] == DOCUMENTS[r, at])[-1] + 1
+        x = mx.array(arrays["x"][r, at : at + stays], mx.float32)[None]
+        y, _ = causal_conv.causal_conv(x, weight, states[r, i][None])
+        np.testing.assert_array_equal(numbers(y)[0], numbers(whole)[r, at : at + stays])
+
+
+@pytest.mark.parametrize("name", ["x", "weight", "state"])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "packed"])
+def test_gradients_are_the_loops_finite_differences(name, documents):
+    arrays = drawn()
+    cotangent = np.random.default_rng(4).normal(size=(R, T, C))
+
+    def through(value):
+        return mx.sum(run(arrays | {name: value}, documents)[0] * mx.array(cotangent, mx.float32))
+
+    gradient = np.array(mx.grad(through)(mx.array(arrays[name], mx.float32)))
+    picked = [*np.random.default_rng(5).choice(gradient.size, 6, replace=False), np.abs(gradient).argmax()]
+    for flat in picked:
+        at, step, ends = np.unravel_index(flat, gradient.shape), 1e-5, []
+        for sign in (1, -1):
+            moved = {other: value.copy() for other, value in arrays.items()}
+            moved[name][at] += sign * step
+            ends.append((causal_conv_loop(moved["x"], moved["weight"], moved["state"], documents)[1] * cotangent).sum())
+        assert gradient[at] == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=5e-6)
