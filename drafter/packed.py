@@ -1,11 +1,14 @@
-"""Packed rows: several documents in one row, through mlx-lm's own masks, and none sees another.
+"""Packed rows: several documents in one row, and none sees another: masks keep keys apart, resets keep states apart.
 
 R rows, T tokens, D hidden. Documents are numbered from 1 in each row; 0 is padding.
 """
 
 import mlx.core as mx
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-MASKED = {"KVCache", "RotatingKVCache"}  # caches of layers that see what a mask lets them see; others carry a state
+from drafter.hybrid import RecurrentCache
+
+MASKED = (KVCache, RotatingKVCache)  # caches of layers that see what a mask lets them see
 TOLERANCE = 1e-2  # of the largest hidden value; masked keys weigh exactly 0, a leak moves values by tenths (assumed)
 
 
@@ -28,6 +31,24 @@ class PackedCache:
         if window_size:
             seen = seen & (query < key + window_size)
         return (seen & (self.documents[:, :, None] == self.documents[:, None, :]))[:, None]
+
+
+def foreign(empty):
+    """Names of the kinds among a target's new caches whose layers may carry a state from document to document."""
+    return sorted({kind.__name__ for kind in set(map(type, empty)) - {*MASKED, RecurrentCache}})
+
+
+def caches(empty, documents):
+    """What to feed packed rows of documents [R,T] with, in place of a target's new caches."""
+    return [cache_for(entry, documents) for entry in empty]
+
+
+def cache_for(entry, documents):
+    """One cache of packed rows: a recurrent layer's own, told where its state is emptied; else a PackedCache."""
+    if not isinstance(entry, RecurrentCache):
+        return PackedCache(documents)
+    entry.documents = documents
+    return entry
 
 
 def separates(forward, rows):

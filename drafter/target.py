@@ -16,9 +16,9 @@ import pathlib
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.utils
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 
-from drafter import fingerprint, packed, sources
+from drafter import fingerprint, hybrid, packed, sources
 from kernels import backend
 from kernels.blas import cache_folder
 from kernels.errors import UserError
@@ -112,11 +112,9 @@ class Target:
         """The fingerprint of the parameters in memory: equal before and after training, or something moved."""
         return fingerprint.of_arrays(dict(tree_flatten(self.model.parameters())))
 
-    def make_cache(self):
-        """A new, empty cache, one entry a layer, as mlx-lm makes it."""
-        from mlx_lm.models.cache import make_prompt_cache
-
-        return make_prompt_cache(self.model)
+    def make_cache(self, max_kv_size=None):
+        """New, empty caches, one a layer: mlx-lm's own, and states that can take rows back where layers carry one."""
+        return hybrid.make_cache(self.model, max_kv_size)
 
     def forward(self, tokens, cache=None, taps=()):
         """Run the target on tokens [R,T]; taps names the 0-based layers whose outputs come back. Returns Forward."""
@@ -138,16 +136,16 @@ class Target:
 
     def masked(self, tokens, documents, taps=()):
         """`forward_packed` in one forward of all rows, without asking whether the model keeps rows apart."""
-        return self.forward(tokens, [packed.PackedCache(documents)] * self.num_layers, taps)
+        return self.forward(tokens, packed.caches(self.make_cache(), documents), taps)
 
     @functools.cached_property
     def rows_at_once(self):
         """How many packed rows the model takes in one forward: None for any number, or 1; tried once, on this model."""
-        foreign = {type(entry).__name__ for entry in self.make_cache()} - packed.MASKED
+        foreign = packed.foreign(self.make_cache())
         if foreign:
             raise UserError(
-                f"target {self.source}: its layers keep {', '.join(sorted(foreign))}, and packed rows need keys and"
-                " values alone; a drafter for it cannot be trained by this version"
+                f"target {self.source}: its layers keep {', '.join(foreign)}, which may carry one document's state into"
+                " the next; a drafter for it cannot be trained by this version"
             )
         for rows, answer in ((2, None), (1, 1)):
             if packed.separates(lambda *row: self.masked(*row).hidden, rows):
@@ -277,8 +275,9 @@ def load(name, *, dtype=None, revision=None):
         raise UserError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     location = sources.locate(name, dtype=dtype, revision=revision)
     model, config = load_model(location)
-    model.set_dtype(getattr(mx, dtype))
+    cast(model, getattr(mx, dtype))
     model.freeze()
+    hybrid.attach(model)
     backbone = find_backbone(model, location)
     hidden_size, vocab_size = probe(model, backbone, location)
     tokenizer = load_tokenizer(location, config)
@@ -313,6 +312,14 @@ def load_model(location):
             f"target {location.source}: mlx-lm {mlx_lm.__version__} cannot load it ({reason}); "
             "scripts/doctor.py --target says whether a newer mlx-lm knows it"
         ) from error
+
+
+def cast(model, dtype):
+    """Give the floating-point parameters the compute dtype, but for those that the model keeps as they are stored."""
+    wanted = getattr(model, "cast_predicate", lambda name: True)
+    parameters = [(name, value) for name, value in tree_flatten(model.parameters()) if wanted(name)]
+    floating = [(name, value) for name, value in parameters if mx.issubdtype(value.dtype, mx.floating)]
+    model.update(tree_unflatten([(name, value.astype(dtype)) for name, value in floating]))
 
 
 def load_tokenizer(location, config):

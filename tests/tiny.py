@@ -52,6 +52,19 @@ SHAPES = {
         "layer_types": ["conv", "full_attention", "conv", "conv"], "conv_bias": False, "conv_L_cache": 3,
         "block_dim": 96, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False,
     },
+    "qwen3_5": {
+        "num_hidden_layers": 5, "full_attention_interval": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 32,
+        "linear_value_head_dim": 48, "linear_conv_kernel_dim": 4,
+        "rope_parameters": {"type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+    },
+    "qwen3_next": {
+        "num_hidden_layers": 4, "full_attention_interval": 2, "num_attention_heads": 6, "num_key_value_heads": 2,
+        "head_dim": 32, "linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 32,
+        "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "partial_rotary_factor": 0.5, "num_experts": 5,
+        "num_experts_per_tok": 2, "decoder_sparse_step": 2, "mlp_only_layers": [], "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 128, "norm_topk_prob": True,
+    },
 }  # fmt: skip
 ARCHITECTURE = {
     "llama": "LlamaForCausalLM",
@@ -63,6 +76,8 @@ ARCHITECTURE = {
     "granite": "GraniteForCausalLM",
     "cohere": "CohereForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
+    "qwen3_5": "Qwen3_5ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
 }
 
 
@@ -70,8 +85,9 @@ def folder(kind, tmp, *, seed=1, chat_template=False, gain=2.0, **overrides):
     """Write a random target of `kind` below `tmp` once and return its folder.
 
     kind       llama, qwen2, qwen3, gemma3_text (sliding window 11, shorter than any prompt worth testing), gemma3 (the
-               same inside a wrapper), gemma2, granite, cohere (scaled embeddings and logits), or lfm2 (short
-               convolutions whose state cannot be trimmed)
+               same inside a wrapper), gemma2, granite, cohere (scaled embeddings and logits), lfm2 (short
+               convolutions whose state cannot be trimmed), qwen3_5 or qwen3_next (gated-delta layers between those of
+               full attention; the second with experts in every other layer)
     seed       of the weights
     gain       standard deviation of a projection is gain / sqrt(inputs)
     overrides  keys of config.json
@@ -117,7 +133,9 @@ def weights(config, seed, gain):
     shapes = tree_flatten(module.Model(module.ModelArgs.from_dict(config)).parameters())
     keys = mx.random.split(mx.random.key(seed), len(shapes))
     drawn = {name: draw(value.shape, key, gain) for (name, value), key in zip(shapes, keys, strict=True)}
-    for name, value in drawn.items():
+    for (name, value), key in zip(drawn.items(), keys):
+        if name.endswith(("A_log", "dt_bias", "conv1d.weight")) and "linear_attn" in name:
+            drawn[name] = draw_recurrent(name, value.shape, key)
         if name.endswith("lm_head.weight"):
             drawn[name] = value * mx.array(spoken() + [0.0] * (len(value) - VOCABULARY))[:, None]
     return drawn
@@ -135,6 +153,13 @@ def draw(shape, key, gain):
     if len(shape) == 1:
         return 0.3 * mx.random.normal(shape, key=key) + 0.8
     return gain / math.sqrt(shape[-1]) * mx.random.normal(shape, key=key)
+
+
+def draw_recurrent(name, shape, key):
+    """A gated-delta layer's own parameters: gates that keep from a tenth to nearly all, taps of one scale."""
+    if name.endswith("A_log"):
+        return mx.log(mx.random.uniform(0.5, 4.0, shape, key=key))
+    return 0.5 * mx.random.normal(shape, key=key) - (2.0 if name.endswith("dt_bias") else 0.0)
 
 
 @functools.cache

@@ -1,0 +1,255 @@
+"""Recurrent layers of hybrid targets: run through `kernels/`, and able to take rows back.
+
+R rows, T tokens, D hidden, Hk key heads, Hv value heads, Dk and Dv their dimensions, C = 2·Hk·Dk + Hv·Dv channels of
+the short convolution, K its width.
+
+mlx-lm runs a gated-delta layer as a loop over time wherever it has no Metal kernel, and nothing can undo a row of its
+state. `attach` gives each such layer *instance* a subclass of its own class: weights, names and every other instance
+stay as they are, and `detach` restores the object. Numerics are mlx-lm's: the same operations in the same dtypes up to
+the recurrence, which accumulates in float32; only the order of its sums differs.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import mlx.core as mx
+from mlx_lm.models import qwen3_5, qwen3_next
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from mlx_lm.models.gated_delta import compute_g, normalize_qk
+
+from kernels.causal_conv import causal_conv, state_after
+from kernels.gated_delta import Tape, gated_delta, replay
+
+QK_EPSILON = 1e-6  # added to the sum of squares that queries and keys are normalised by; mlx-lm's figure
+
+NARROW = 32  # assumed: rows whose window a view may keep alive; of a longer one, a prompt's, only the end is copied
+
+
+@dataclasses.dataclass(frozen=True)
+class Projected:
+    """What a layer reads from its input: qkv [R,T,C], z [R,T,Hv,Dv], gates g [R,T,Hv] float32, beta [R,T,Hv]."""
+
+    qkv: mx.array
+    z: mx.array
+    g: mx.array
+    beta: mx.array
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """How one class of layers feeds the recurrence, as functions of the layer. A new class needs one, and no more.
+
+    project  (layer, x [R,T,D]) -> Projected; vector gates [R,T,Hv,Dk] are allowed
+    weight   layer -> the convolution's weight [C,K,1]; of several convolutions, their concatenation
+    heads    (layer, convolved [R,T,C]) -> q, k [R,T,Hk,Dk] and v [R,T,Hv,Dv], normalised and scaled
+    output   (layer, y [R,T,Hv,Dv], z) -> [R,T,D]
+    """
+
+    project: Callable
+    weight: Callable
+    heads: Callable
+    output: Callable
+
+
+def project_apart(layer, x):
+    """Projected of a layer with a projection each for qkv, z, b and a (Qwen3.5)."""
+    z = layer.in_proj_z(x).reshape(*x.shape[:2], layer.num_v_heads, layer.head_v_dim)
+    g = compute_g(layer.A_log, layer.in_proj_a(x), layer.dt_bias)
+    return Projected(layer.in_proj_qkv(x), z, g, mx.sigmoid(layer.in_proj_b(x)))
+
+
+def project_joined(layer, x):
+    """Projected of a layer whose two projections hold q, k, v, z and b, a by key head (Qwen3-Next)."""
+    *qkv, z, b, a = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(x), layer.in_proj_ba(x))
+    joined = mx.concatenate([part.reshape(*x.shape[:2], -1) for part in qkv], axis=-1)
+    return Projected(joined, z, compute_g(layer.A_log, a, layer.dt_bias), mx.sigmoid(b))
+
+
+def conv_weight(layer):
+    """The weight [C,K,1] of the layer's own convolution."""
+    return layer.conv1d.weight
+
+
+def split_heads(layer, convolved):
+    """(q, k, v) of convolved rows [R,T,C]: unit length, q also by 1/√Dk."""
+    q, k, v = mx.split(convolved, [layer.key_dim, 2 * layer.key_dim], axis=-1)
+    q, k = (part.reshape(*part.shape[:2], layer.num_k_heads, layer.head_k_dim) for part in (q, k))
+    q, k = normalize_qk(q, k, inv_scale=layer.head_k_dim**-0.5, eps=QK_EPSILON)
+    return q, k, v.reshape(*v.shape[:2], layer.num_v_heads, layer.head_v_dim)
+
+
+def gated_output(layer, y, z):
+    """The layer's norm, gated by z, and its output projection."""
+    return layer.out_proj(layer.norm(y, z).reshape(*y.shape[:2], -1))
+
+
+KINDS = {  # exact classes; Qwen3.5's mixtures of experts use its layers
+    qwen3_5.GatedDeltaNet: Adapter(project_apart, conv_weight, split_heads, gated_output),
+    qwen3_next.Qwen3NextGatedDeltaNet: Adapter(project_joined, conv_weight, split_heads, gated_output),
+}
+
+
+class RecurrentCache(ArraysCache):
+    """What a recurrent layer carries: [convolution state [R,K−1,C], S [R,Hv,Dv,Dk] float32], each None when empty.
+
+    As mlx-lm's ArraysCache of two, but that rows fed between `arm` and `keep` can be taken back: meanwhile the layer
+    leaves the rows' tape, and the window they were convolved in, here. Nothing is kept of any other row.
+
+    documents  ids [R,T] of the packed rows about to be fed: the state is emptied where a document begins
+    tape       of the rows fed since `arm`, None before the first
+    window     [R,K−1+T,C]: the convolution state at `arm`, then the rows' inputs
+    """
+
+    documents = tape = window = before = None
+    recording = False
+
+    @property
+    def rows(self):
+        """Rows fed since `arm`."""
+        return 0 if self.tape is None else self.tape.delta.shape[1]
+
+    def arm(self):
+        """Note where the state stands and record from here on; references, no copies."""
+        self.before = [*map(own, (self.cache, self.lengths, self.left_padding))]
+        self.tape = self.window = None
+        self.recording = True
+
+    def record(self, tape, window):
+        """Add the tape of T more rows and the window [R,K−1+T,C] they were convolved in."""
+        if self.tape is not None:  # rows fed piecewise
+            window = mx.concatenate([self.window, window[:, -tape.delta.shape[1] :]], axis=1)
+            tape = joined(self.tape, tape)
+        self.tape, self.window = tape, window
+
+    def keep(self, n):
+        """Leave what the first n of the recorded rows would have left, and stop recording.
+
+        S ← g S + δ kᵀ for each of them, from the state at `arm`. May be repeated until the next `arm`.
+        """
+        self.recording = False
+        if 0 < n == self.rows:
+            return
+        self.cache, self.lengths, self.left_padding = map(own, self.before)
+        if n:
+            self.cache = [conv_after(self, self.window, n, self.rows), replay(self.before[0][1], self.tape, n)]
+            self.advance(n)
+
+    def extract(self, idx):
+        """One row's cache, of this kind."""
+        row = super().extract(idx)
+        row.__class__ = type(self)
+        return row
+
+
+RecurrentCache.__name__ = ArraysCache.__name__  # what mlx-lm's files of caches call it, who loads only its own kinds
+
+
+def own(value):
+    """The same array under a Python object of its own, or a list of such: mlx-lm counts rows down in place."""
+    return [own(item) for item in value] if isinstance(value, list) else copy.copy(value)
+
+
+def joined(first, second):
+    """The tape of the rows of two, one after the other."""
+    fields = [field.name for field in dataclasses.fields(Tape)]
+    return Tape(*(mx.concatenate([getattr(tape, name) for tape in (first, second)], axis=1) for name in fields))
+
+
+def conv_after(cache, window, n, T):
+    """The convolution state [R,K−1,C] after n of the T rows whose window is given, or each row's own length if less."""
+    ends = n if cache.lengths is None else mx.clip(cache.lengths, 0, n)
+    state = state_after(window, ends, window.shape[1] - T + 1)
+    return mx.contiguous(state) if T > NARROW else state
+
+
+@functools.cache
+def through_kernels(base):
+    """The subclass of a class in KINDS whose forward is `kernels/`' own."""
+    adapter = KINDS[base]
+
+    def call(self, inputs, mask=None, cache=None):
+        return forward(self, adapter, inputs, mask, cache)
+
+    return type(base.__name__, (base,), {"__call__": call, "stock": base})
+
+
+def forward(layer, adapter, inputs, mask=None, cache=None):
+    """One layer: inputs [R,T,D] to outputs [R,T,D]; mask [R,T] bool; cache None, an ArraysCache or a RecurrentCache.
+
+    In training mode every operation is differentiable.
+    """
+    R, T, _ = inputs.shape
+    rows = adapter.project(layer, inputs)
+    qkv = rows.qkv if mask is None else mx.where(mask[..., None], rows.qkv, 0)
+    conv_state, state = (None, None) if cache is None else cache.cache
+    documents, recording = getattr(cache, "documents", None), getattr(cache, "recording", False)
+    convolved, window = causal_conv(qkv, adapter.weight(layer), conv_state, documents)
+    y, state, tape = gated_delta(
+        *adapter.heads(layer, convolved), gates(rows.g, documents), rows.beta, state, mask,
+        record=recording, differentiable=layer.training,
+    )  # fmt: skip
+    if cache is not None:
+        cache.cache = [conv_after(cache, window, T, T), state]
+        cache.advance(T)
+    if recording:
+        cache.record(tape, window)
+    return adapter.output(layer, y, rows.z)
+
+
+def gates(g, documents):
+    """Gates g [R,T,Hv] or [R,T,Hv,Dk], 0 where a row of packed rows begins another document than the row before."""
+    if documents is None:
+        return g
+    begins = mx.concatenate([mx.zeros_like(documents[:, :1]), documents[:, 1:] - documents[:, :-1]], axis=1) != 0
+    return mx.where(begins.reshape(*begins.shape, *[1] * (g.ndim - 2)), 0, g)
+
+
+def stock(module):
+    """The class a module had before it was attached: its own where it never was."""
+    return vars(type(module)).get("stock", type(module))
+
+
+def is_attached(module):
+    """Whether the module runs through `kernels/`."""
+    return stock(module) is not type(module)
+
+
+def attach(model):
+    """Let every recurrent layer of a known class run through `kernels/`; once more changes nothing."""
+    for module in model.modules():
+        if type(module) in KINDS:
+            module.__class__ = through_kernels(type(module))
+
+
+def detach(model):
+    """Give every attached layer the class that it was loaded with."""
+    for module in filter(is_attached, model.modules()):
+        module.__class__ = stock(module)
+
+
+@contextlib.contextmanager
+def detached(model):
+    """The model as mlx-lm made it while the block runs: what a baseline is measured on."""
+    modules = [(module, type(module)) for module in model.modules() if is_attached(module)]
+    detach(model)
+    try:
+        yield model
+    finally:
+        for module, kind in modules:
+            module.__class__ = kind
+
+
+def make_cache(model, max_kv_size=None):
+    """mlx-lm's own new caches, one a layer, but a RecurrentCache for each attached layer."""
+    return adopt(model, make_prompt_cache(model, max_kv_size))
+
+
+def adopt(model, caches):
+    """Let mlx-lm's caches of attached layers, whatever they hold, take rows back from now on. Returns the same list."""
+    for layer, entry in zip(model.layers, caches):
+        if type(entry) is ArraysCache and any(map(is_attached, layer.modules())):
+            entry.__class__ = RecurrentCache
+    return caches
