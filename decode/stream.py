@@ -14,12 +14,13 @@ import warnings
 import mlx.core as mx
 from mlx_lm.generate import GenerationResponse as MlxResponse
 from mlx_lm.generate import wired_limit
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from decode.cycle import Cycle, Loop, Quantization
 from decode.proposers import as_proposer
 from decode.schedule import Fixed
+from drafter import hybrid
 from drafter.target import Target
 from kernels.errors import UserError
 
@@ -297,9 +298,9 @@ def encode(target, tokenizer, prompt):
 
 
 def open_cache(target, prompt_cache, max_kv_size, kv_bits):
-    """The caches to decode with: those handed in, else new ones as mlx-lm makes them."""
-    fresh = make_prompt_cache(target.model, max_kv_size)
-    cache = fresh if prompt_cache is None else prompt_cache
+    """The caches to decode with: those handed in, else the target's own."""
+    fresh = target.make_cache(max_kv_size)
+    cache = fresh if prompt_cache is None else hybrid.adopt(target.model, prompt_cache)
     if len(cache) != len(fresh):
         raise UserError(f"prompt_cache: {len(cache)} entries for a target of {len(fresh)}; make one with make_cache()")
     if max_kv_size is not None and any(getattr(entry, "max_size", None) != max_kv_size for entry in cache):

@@ -6,6 +6,7 @@ each cache stands, the caller feeds the rows, `commit(n)` leaves what feeding ex
 - key/value and quantised caches: the offset goes back; nothing is copied.
 - concatenating caches: keys and values are sliced (mlx-lm's own `trim` moves the offset alone and leaves the rows in).
 - rotating caches: the overwritten slots come back and the n rows are written again, as keys and values.
+- recurrent states: state and convolution state go back by reference and the tape of the n rows is replayed.
 - a list of caches: each by its own kind.
 - anything else: a snapshot comes back and the target re-runs the n rows. Correct, slow, and announced once.
 
@@ -19,6 +20,8 @@ import warnings
 
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, ConcatenateKVCache, KVCache, QuantizedKVCache, RotatingKVCache
+
+from drafter.hybrid import RecurrentCache
 
 
 class TransactionError(RuntimeError):
@@ -88,6 +91,22 @@ class Rewritten(Trimmed):
         return self.tail
 
 
+class Replayed:
+    """A recurrent state, which records its rows' tape from here to the first `keep`."""
+
+    def __init__(self, cache):
+        self.cache = cache
+        cache.arm()
+
+    def fed(self):
+        """Rows fed since the transaction began."""
+        return self.cache.rows
+
+    def keep(self, rows, n):
+        """Leave the first n of the rows fed."""
+        self.cache.keep(n)
+
+
 class Rerun:
     """A cache of unknown kind: only its state before and the target itself can say what n rows leave."""
 
@@ -109,6 +128,7 @@ KINDS = {
     QuantizedKVCache: Trimmed,
     ConcatenateKVCache: Sliced,
     RotatingKVCache: Rewritten,
+    RecurrentCache: Replayed,
 }  # exact types: a subclass may keep its rows differently
 
 
@@ -116,7 +136,7 @@ class Transaction:
     """begin(rows) … commit(n) over all caches of one target.
 
     cache    mlx-lm's list of caches, read anew at each begin, since quantising replaces its entries
-    forward  feeds token ids [n] (mx.array) through the target into the same caches; used only by the re-run
+    forward  feeds token ids [n] or [R,n] (mx.array) through the target into the same caches; used only by the re-run
     """
 
     def __init__(self, cache, forward):
@@ -132,17 +152,19 @@ class Transaction:
     def begin(self, rows, tokens=None):
         """Announce that `rows` rows are about to be fed.
 
-        tokens  their ids [rows] (mx.array), needed only where a cache of unknown kind may have to re-run them
+        tokens  their ids [rows], or [R,rows] of a batch (mx.array), needed only where a cache of unknown kind may
+                have to re-run them
         Raises TransactionError when a transaction is open, or tokens are needed and missing.
         """
         if self.open:
             raise TransactionError(f"begin({rows}) while a transaction of {self.rows} rows is open; commit it first")
         if rows < 1:
             raise TransactionError(f"begin({rows}): a transaction has at least one row")
-        self.marks = [mark for cache in self.cache for mark in marks(cache)]
-        self.unknown = sorted({type(mark.cache).__name__ for mark in self.marks if isinstance(mark, Rerun)})
+        caches = [member for cache in self.cache for member in members(cache)]
+        self.unknown = sorted({type(cache).__name__ for cache in caches if type(cache) not in KINDS})
         if self.unknown:
             self._announce(tokens, rows)
+        self.marks = [KINDS.get(type(cache), Rerun)(cache) for cache in caches]
         self.rows, self.committed, self.tokens = rows, None, tokens
 
     def commit(self, n):
@@ -157,7 +179,7 @@ class Transaction:
             mark.keep(self.rows, 0 if rerun else n)
         self.committed = n
         if rerun and n:
-            self.forward(self.tokens[:n])
+            self.forward(self.tokens[..., :n])
 
     def abort(self):
         """Leave every cache as it was at begin, however far the rows got; does nothing when no transaction is open."""
@@ -167,8 +189,8 @@ class Transaction:
             self.committed = 0
 
     def _announce(self, tokens, rows):
-        if tokens is None or len(tokens) != rows:
-            given = "none" if tokens is None else len(tokens)
+        if tokens is None or tokens.shape[-1] != rows:
+            given = "none" if tokens is None else tokens.shape[-1]
             names = ", ".join(self.unknown)
             raise TransactionError(f"begin({rows}) over {names} needs the {rows} token ids to re-run; got {given}")
         if not self.announced:
@@ -192,11 +214,11 @@ class Transaction:
                     raise TransactionError(f"begin({self.rows}), but {mark.fed()} rows were fed to a {kind}")
 
 
-def marks(cache):
-    """The marks of one cache: one, or one for each member of a list of caches."""
+def members(cache):
+    """The caches in one entry: itself, or each member of a list of caches."""
     if type(cache) is CacheList:
-        return [mark for member in cache.caches for mark in marks(member)]
-    return [KINDS.get(type(cache), Rerun)(cache)]
+        return [member for held in cache.caches for member in members(held)]
+    return [cache]
 
 
 def snapshot(cache):

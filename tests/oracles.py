@@ -38,7 +38,7 @@ def cache_rows(cache):
     """
     if isinstance(cache, ArraysCache):
         return tuple(value for value in cache.cache if value is not None)
-    if cache.keys is None:
+    if cache.keys is None or not cache.offset:
         return ()
     if isinstance(cache, QuantizedKVCache):
         shape = {"group_size": cache.group_size, "bits": cache.bits}

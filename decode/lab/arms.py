@@ -18,7 +18,7 @@ from decode import cycle, stream
 from decode.lab.ties import Verify
 from decode.proposers import DFlashProposer, PromptLookup, Proposer
 from decode.schedule import Fixed
-from drafter import checkpoint, dflash, manifest
+from drafter import checkpoint, dflash, hybrid, manifest
 from drafter.config import DrafterConfig
 from drafter.target import Target
 
@@ -49,14 +49,15 @@ class Arm:
 
         clock: seconds as a function; makes an instrumented run, whose cycles carry stage times (not for mlx_lm).
         """
-        cycles, tokenizer = [], self.target.tokenizer
+        tokenizer = self.target.tokenizer
         if self.kind == "mlx_lm":
-            responses = mlx_lm.stream_generate(self.target.model, tokenizer, list(tokens), max_tokens=max_tokens)
-        else:
-            responses = stream.stream_generate(
-                self.target, tokenizer, list(tokens), self.proposer,
-                max_tokens=max_tokens, block_size=self.block_size, on_cycle=cycles.append, clock=clock,
-            )  # fmt: skip
+            with hybrid.detached(self.target.model) as model:
+                return clocked(mlx_lm.stream_generate(model, tokenizer, list(tokens), max_tokens=max_tokens), [])
+        cycles = []
+        responses = stream.stream_generate(
+            self.target, tokenizer, list(tokens), self.proposer,
+            max_tokens=max_tokens, block_size=self.block_size, on_cycle=cycles.append, clock=clock,
+        )  # fmt: skip
         return clocked(responses, cycles)
 
     def replay(self, tokens, max_tokens):

@@ -1,7 +1,7 @@
 """commit(n) leaves what feeding exactly those n rows would have left, for every cache of mlx-lm and for unknown ones.
 
-The oracle is mlx-lm alone: a deep copy of the caches from before, fed the n rows one at a time. What is compared
-is logical: rows in temporal order, offset, and the logits of the next step.
+The oracle is mlx-lm alone (recurrent layers detached): a deep copy of the caches from before, fed the n rows one at a
+time. What is compared is logical: rows in temporal order, offset, states, and the logits of the next step.
 """
 
 import copy
@@ -22,9 +22,11 @@ from mlx_lm.utils import load_model
 
 import tiny
 from decode.transaction import Transaction, TransactionError
+from drafter import hybrid
 from oracles import assert_same_caches
 
 FLOAT32 = 2e-5  # wide and narrow products round differently; logits here are of order 10
+RECURRENT = 5e-5  # states and logits of order 5 after a chunked prefill, and steps whose sums come in another order
 QUANTISED = 2e-2  # a rounding difference may move a stored code by one step of 1/255 of a group's range
 WINDOW = 11
 PROMPTS = (3, 10, 11, 12, 30)  # well inside, about to fill, full, over and well over the window
@@ -38,6 +40,9 @@ CACHES = {
 }
 
 
+HYBRIDS = ("qwen3_5", "qwen3_next")  # key heads ≠ value heads, Dk ≠ Dv, attention in between
+
+
 class Strange(KVCache):
     """A kind the transaction has never heard of, whose trim must not be trusted."""
 
@@ -48,6 +53,16 @@ class Strange(KVCache):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return load_model(tiny.folder("llama", tmp_path_factory.getbasetemp()))[0]
+
+
+@pytest.fixture(scope="module")
+def hybrids(tmp_path_factory):
+    """{kind: attached model of two recurrent layers and one of attention}."""
+    tmp = tmp_path_factory.getbasetemp()
+    made = {kind: load_model(tiny.folder(kind, tmp, num_hidden_layers=3))[0] for kind in HYBRIDS}
+    for model in made.values():
+        hybrid.attach(model)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +80,9 @@ def feed(model, cache, tokens):
 
 
 def one_by_one(model, cache, tokens):
-    for token in tokens:
-        feed(model, cache, token[None])
+    with hybrid.detached(model):
+        for token in tokens:
+            feed(model, cache, token[None])
 
 
 def check_every_commit(model, start, rows, tolerance):
@@ -110,12 +126,23 @@ def test_commit_equals_feeding_the_kept_rows_for_every_n_width_and_prompt(model,
         check_every_commit(model, start, rows, tolerance)
 
 
-@pytest.mark.parametrize("kind", [*CACHES, "gemma"])
-def test_several_transactions_in_a_row_stay_equal(model, gemma, kind):
-    model = gemma if kind == "gemma" else model
-    cache = gemma.make_cache() if kind == "gemma" else [CACHES[kind]() for _ in model.layers]
+@pytest.mark.parametrize("prompt", [0, 2, 30])
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_recurrent_states_are_committed_for_every_n_and_width(hybrids, kind, prompt):
+    """Widths up to 17: the loop over rows serves the narrow ones, chunks the widest."""
+    model = hybrids[kind]
+    start = hybrid.make_cache(model)
+    one_by_one(model, start, ids(prompt, prompt) if prompt else [])
+    for rows in range(1, 18) if prompt == 30 else (1, 3, 6):
+        check_every_commit(model, start, rows, RECURRENT)
+
+
+@pytest.mark.parametrize("kind", [*CACHES, "gemma", *HYBRIDS])
+def test_several_transactions_in_a_row_stay_equal(model, gemma, hybrids, kind):
+    model = {"gemma": gemma, **hybrids}.get(kind, model)
+    cache = [CACHES[kind]() for _ in model.layers] if kind in CACHES else hybrid.make_cache(model)
     oracle = copy.deepcopy(cache)
-    tolerance = QUANTISED if kind == "quantised" else FLOAT32
+    tolerance = {"quantised": QUANTISED, **dict.fromkeys(HYBRIDS, RECURRENT)}.get(kind, FLOAT32)
     transaction = Transaction(cache, None)
     draws = np.random.default_rng(7)
     for cycle in range(14):  # wraps the window several times, width-1 steps in between
