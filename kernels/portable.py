@@ -11,8 +11,10 @@ A body is plain C++ over the words that `prologue/` defines for each build:
   SIMD_SHUFFLE(x, lane) SIMD_SHUFFLE_XOR(x, mask)
   F32(x) CAST(Type, x)           any element to float; float to an element, rounded to nearest even
   MUL(x, y) FMA(x, y, z)         float: x y and x y + z with one rounding each, which no compiler fuses or splits
-  EXP LOG1P SQRT RSQRT INF       float: the precise functions, and infinity
+  EXP LOG1P SQRT RSQRT SIN COS INF    float: the precise functions, and infinity
   LOAD16(p) -> Words {w[4]}      one 16-byte load from an aligned address (whole arrays are aligned; slices need not be)
+  LOAD16_ONCE(p) LOAD8_ONCE(p)   the same, and half of it, for what is read once and need not stay in a cache
+  FLOAT_OF_BITS(word)            the float with these bits
   PAIR_LO(T, word) PAIR_HI(T, word) PACK(T, lo, hi)    two 16-bit elements in an unsigned word, from and to float
   MMA_16x8x16(T, acc, a, b)      acc[4] += a[4 words] b[2 words]: PTX's mma.sync.m16n8k16 with float sums, its layout
   HELPER, DEVICE_IN(T), DEVICE_OUT(T), LANE_ARRAY(T)   a function in `header`; its pointers to inputs, outputs, locals

@@ -2,6 +2,8 @@
 #define F32(x) to_float(x)
 #define CAST(T, x) from_float<T>(x)
 #define LOAD16(p) load16(p)
+#define LOAD16_ONCE(p) load16_once(p)
+#define LOAD8_ONCE(p) load8_once(p)
 #define PAIR_LO(T, word) from_bits<T>((word) & 0xffffu)
 #define PAIR_HI(T, word) from_bits<T>((word) >> 16)
 #define PACK(T, lo, hi) (to_bits<T>(lo) | to_bits<T>(hi) << 16)

@@ -18,6 +18,9 @@
 #define LOG1P(x) log1pf(x)
 #define SQRT(x) __fsqrt_rn(x)
 #define RSQRT(x) rsqrtf(x)
+#define SIN(x) sinf(x)
+#define COS(x) cosf(x)
+#define FLOAT_OF_BITS(x) __uint_as_float(x)
 
 HELPER float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 HELPER float to_float(__half x) { return __half2float(x); }
@@ -39,6 +42,14 @@ struct Words { unsigned w[4]; };
 template <typename T> HELPER Words load16(const T* p) {
   uint4 v = *reinterpret_cast<const uint4*>(p);
   return Words{{v.x, v.y, v.z, v.w}};
+}
+template <typename T> HELPER Words load16_once(const T* p) {  // evicted first: each byte of a weight is read once
+  uint4 v = __ldcs(reinterpret_cast<const uint4*>(p));
+  return Words{{v.x, v.y, v.z, v.w}};
+}
+template <typename T> HELPER Words load8_once(const T* p) {
+  uint2 v = __ldcs(reinterpret_cast<const uint2*>(p));
+  return Words{{v.x, v.y, 0, 0}};
 }
 
 #if __CUDA_ARCH__ >= 800  // the instruction for these types and this shape; older cards take the shuffles below

@@ -36,6 +36,9 @@
 #define LOG1P(x) log1pf(x)
 #define SQRT(x) sqrtf(x)
 #define RSQRT(x) (1.0f / sqrtf(x))
+#define SIN(x) sinf(x)
+#define COS(x) cosf(x)
+#define FLOAT_OF_BITS(x) float_of(x)
 
 // --- fibres
 
@@ -209,12 +212,15 @@ template <> inline bfloat16 from_float<bfloat16>(float x) { return {uint16_t(to_
 template <> inline float16 from_float<float16>(float x) { return {uint16_t(to_bits<float16>(x))}; }
 
 struct Words { unsigned w[4]; };
-template <typename T> Words load16(const T* p) {
-  if (uintptr_t(p) % 16) {
-    snprintf(fault, sizeof(fault), "LOAD16 of an address that is %d past a multiple of 16", int(uintptr_t(p) % 16));
+template <int BYTES, typename T> Words load(const T* p) {
+  if (uintptr_t(p) % BYTES) {
+    snprintf(fault, sizeof(fault), "LOAD%d of an address that is %d past a multiple of it", BYTES, int(uintptr_t(p) % BYTES));
     fail();
   }
-  Words words;
-  memcpy(&words, p, 16);
+  Words words = {};
+  memcpy(&words, p, BYTES);
   return words;
 }
+template <typename T> Words load16(const T* p) { return load<16>(p); }
+template <typename T> Words load16_once(const T* p) { return load<16>(p); }
+template <typename T> Words load8_once(const T* p) { return load<8>(p); }

@@ -20,6 +20,9 @@
 #define LOG1P(x) precise_log1p(x)
 #define SQRT(x) metal::precise::sqrt(float(x))
 #define RSQRT(x) metal::precise::rsqrt(float(x))
+#define SIN(x) metal::precise::sin(float(x))
+#define COS(x) metal::precise::cos(float(x))
+#define FLOAT_OF_BITS(x) as_type<float>(uint(x))
 
 // Metal has no log1p. Kahan's form: the rounding error of 1 + x cancels in the quotient.
 HELPER float precise_log1p(float x) {
@@ -41,3 +44,8 @@ HELPER Words words_of(uint4 v) {
 }
 template <typename T> HELPER Words load16(const device T* p) { return words_of(*(const device uint4*)p); }
 template <typename T> HELPER Words load16(const threadgroup T* p) { return words_of(*(const threadgroup uint4*)p); }
+template <typename T> HELPER Words load16_once(const device T* p) { return load16(p); }
+template <typename T> HELPER Words load8_once(const device T* p) {
+  const uint2 v = *(const device uint2*)p;
+  return words_of(uint4(v.x, v.y, 0, 0));
+}
