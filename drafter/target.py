@@ -279,7 +279,13 @@ def load(name, *, dtype=None, revision=None):
     model.freeze()
     hybrid.attach(model)
     backbone = find_backbone(model, location)
-    hidden_size, vocab_size = probe(model, backbone, location)
+    try:
+        hidden_size, vocab_size = probe(model, backbone, location)
+    except RuntimeError as error:  # MLX's own: an operation that this device does not know in this dtype
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"target {location.source}: MLX cannot run it in {dtype} here ({reason}); choose another dtype"
+        ) from error
     tokenizer = load_tokenizer(location, config)
     tokenizer_sha256, template_sha256 = tokenizer_digests(tokenizer)
     return Target(

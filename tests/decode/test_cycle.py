@@ -18,9 +18,10 @@ from decode.cycle import Cycle, Loop, Quantization, decode
 from decode.proposers import DFlashProposer, PromptLookup, Scripted
 from decode.schedule import Fixed
 from decode.verify import Verdict
+from drafter import hybrid
 from oracles import assert_same_caches, greedy_stepwise, greedy_uncached
 
-KINDS = ("llama", "qwen3", "gemma3_text")
+KINDS = ("llama", "qwen3", "gemma3_text", "qwen3_5")
 LENGTH = 41
 FLOAT32 = 1e-4  # on cached keys and values of order 1, after prompts fed in different pieces
 VARIED = 15  # distinct tokens at least in a text of LENGTH, or it could not tell a wrong loop from a right one
@@ -33,8 +34,8 @@ def answer(tiny_target, prompt):
 
     def text(kind, bits=None):
         if (kind, bits) not in found:
-            model = tiny_target(kind, bits).model
-            found[kind, bits] = greedy_stepwise(model, prompt, LENGTH, make_prompt_cache(model))
+            with hybrid.detached(tiny_target(kind, bits).model) as model:
+                found[kind, bits] = greedy_stepwise(model, prompt, LENGTH, make_prompt_cache(model))
             assert len(set(found[kind, bits])) >= VARIED
         return found[kind, bits]
 

@@ -13,13 +13,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 import tiny
 from decode.proposers import PromptLookup, Scripted
 from decode.stream import Writer, generate, stream_generate
+from drafter import hybrid
 from drafter import target as targets
 from kernels.errors import UserError
 from oracles import assert_same_caches
 
 LENGTH = 40
 FLOAT32 = 1e-4
-KINDS = ("llama", "gemma3_text")
+KINDS = ("llama", "gemma3_text", "qwen3_5")
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,8 @@ def reference(tiny_target, prompt):
     def responses(kind):
         if kind not in found:
             target = tiny_target(kind)
-            found[kind] = list(mlx_lm.stream_generate(target.model, target.tokenizer, prompt, max_tokens=LENGTH))
+            with hybrid.detached(target.model) as model:
+                found[kind] = list(mlx_lm.stream_generate(model, target.tokenizer, prompt, max_tokens=LENGTH))
         return found[kind]
 
     return responses
@@ -217,6 +219,17 @@ def test_a_cache_handed_on_continues_as_mlx_lm_continues(tiny_target, prompt, re
             ours = stream_generate(target, None, turn, drafter, max_tokens=11, prompt_cache=cache, **block)
             assert ids(ours) == expected
             assert_same_caches(cache, caches[0], FLOAT32)
+
+
+def test_a_cache_of_mlx_lms_own_making_takes_rows_back_too(tiny_target, prompt, reference):
+    target, expected = tiny_target("qwen3_5"), ids(reference("qwen3_5"))
+    cache = make_prompt_cache(target.model)
+    wrong = Scripted(lambda position, count: [299] * count)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is re-run, which would be announced
+        ours = stream_generate(target, None, prompt, wrong, max_tokens=LENGTH, block_size=4, prompt_cache=cache)
+        assert ids(ours) == expected
+    assert_same_caches(cache, fresh_cache(target, prompt + expected), FLOAT32)
 
 
 def test_a_pinned_cache_of_max_kv_size_gives_mlx_lms_text(tiny_target, prompt):

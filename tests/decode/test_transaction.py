@@ -41,6 +41,7 @@ CACHES = {
 
 
 HYBRIDS = ("qwen3_5", "qwen3_next")  # key heads ≠ value heads, Dk ≠ Dv, attention in between
+BOUNDS = {"quantised": QUANTISED, **dict.fromkeys(HYBRIDS, RECURRENT)}
 
 
 class Strange(KVCache):
@@ -101,12 +102,18 @@ def check_every_commit(model, start, rows, tolerance):
             np.testing.assert_allclose(np.array(found), np.array(expected), atol=10 * tolerance, rtol=0)
 
 
+def new_caches(model, kind):
+    """Empty caches of a kind, one a layer; the model's own where the kind is a model's."""
+    made = {**CACHES, "strange": Strange}.get(kind)
+    return [made() for _ in model.layers] if made else hybrid.make_cache(model)
+
+
 def prefilled(model, kind, prompt):
     """Caches of a kind after a prompt of that many tokens, and the tolerance that the kind allows."""
-    cache = [CACHES[kind]() for _ in model.layers]
+    cache = new_caches(model, kind)
     feed(model, cache, ids(prompt, prompt))
     mx.eval([entry.state for entry in cache])
-    return cache, QUANTISED if kind == "quantised" else FLOAT32
+    return cache, BOUNDS.get(kind, FLOAT32)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
@@ -133,16 +140,26 @@ def test_recurrent_states_are_committed_for_every_n_and_width(hybrids, kind, pro
     model = hybrids[kind]
     start = hybrid.make_cache(model)
     one_by_one(model, start, ids(prompt, prompt) if prompt else [])
-    for rows in range(1, 18) if prompt == 30 else (1, 3, 6):
+    everything = kind == "qwen3_5" and prompt == 30
+    for rows in range(1, 18) if everything else (1, 3, 6, 17):
         check_every_commit(model, start, rows, RECURRENT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt", [0, 1, 2, 3, 16, 65, 129])
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_recurrent_states_are_committed_whatever_came_before(hybrids, kind, prompt):
+    start = hybrid.make_cache(hybrids[kind])
+    one_by_one(hybrids[kind], start, ids(prompt, prompt) if prompt else [])
+    for rows in range(1, 18):
+        check_every_commit(hybrids[kind], start, rows, RECURRENT)
 
 
 @pytest.mark.parametrize("kind", [*CACHES, "gemma", *HYBRIDS])
 def test_several_transactions_in_a_row_stay_equal(model, gemma, hybrids, kind):
     model = {"gemma": gemma, **hybrids}.get(kind, model)
-    cache = [CACHES[kind]() for _ in model.layers] if kind in CACHES else hybrid.make_cache(model)
-    oracle = copy.deepcopy(cache)
-    tolerance = {"quantised": QUANTISED, **dict.fromkeys(HYBRIDS, RECURRENT)}.get(kind, FLOAT32)
+    cache = new_caches(model, kind)
+    oracle, tolerance = copy.deepcopy(cache), BOUNDS.get(kind, FLOAT32)
     transaction = Transaction(cache, None)
     draws = np.random.default_rng(7)
     for cycle in range(14):  # wraps the window several times, width-1 steps in between
@@ -177,9 +194,10 @@ def test_rows_fed_one_at_a_time_inside_a_transaction_can_be_taken_back(gemma):
     assert_same_caches(cache, oracle, FLOAT32)
 
 
-@pytest.mark.parametrize("kind", [*CACHES, "strange"])
-def test_a_commit_may_be_repeated_with_fewer_rows_until_the_next_begin(model, kind):
-    cache = [(CACHES | {"strange": Strange})[kind]() for _ in model.layers]
+@pytest.mark.parametrize("kind", [*CACHES, "strange", "qwen3_5"])
+def test_a_commit_may_be_repeated_with_fewer_rows_until_the_next_begin(model, hybrids, kind):
+    model = hybrids.get(kind, model)
+    cache = new_caches(model, kind)
     feed(model, cache, ids(3, 17))
     oracle, tokens = copy.deepcopy(cache), ids(4, 6)
     transaction = Transaction(cache, lambda kept: feed(model, cache, kept))
@@ -191,21 +209,22 @@ def test_a_commit_may_be_repeated_with_fewer_rows_until_the_next_begin(model, ki
         transaction.commit(n)
         expected = copy.deepcopy(oracle)
         one_by_one(model, expected, tokens[:n])
-        assert_same_caches(cache, expected, QUANTISED if kind == "quantised" else FLOAT32)
+        assert_same_caches(cache, expected, BOUNDS.get(kind, FLOAT32))
     with pytest.raises(TransactionError, match="expected 0 to 1"):
         transaction.commit(2)
 
 
-@pytest.mark.parametrize("kind", [*CACHES, "strange"])
-def test_abort_restores_whatever_was_fed(model, kind):
-    cache = [(CACHES | {"strange": Strange})[kind]() for _ in model.layers]
+@pytest.mark.parametrize("kind", [*CACHES, "strange", "qwen3_5"])
+def test_abort_restores_whatever_was_fed(model, hybrids, kind):
+    model = hybrids.get(kind, model)
+    cache = new_caches(model, kind)
     feed(model, cache, ids(3, 17))
     oracle = copy.deepcopy(cache)
     transaction = Transaction(cache, None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         transaction.begin(4, ids(1, 4))
-    model.layers[0].self_attn(mx.zeros((1, 3, 96)), cache=cache[0])  # the forward broke off after one layer
+    model.layers[0](mx.zeros((1, 3, 96)), cache=cache[0])  # the forward broke off after one layer
     transaction.abort()
     assert_same_caches(cache, oracle, 0.0)
     assert not transaction.open
@@ -264,6 +283,64 @@ def test_recurrent_state_is_restored_and_rerun():
     forward(tokens)
     transaction.commit(2)
     assert state[0].item() == (0.5 + 3) * 0.5 + 5
+
+
+def test_a_batch_commits_every_row_alike_whatever_padding_it_began_with(hybrids):
+    model, text, tokens = hybrids["qwen3_5"], ids(5, 33).reshape(3, 11), ids(6, 18).reshape(3, 6)
+    start = hybrid.make_cache(model)
+    for entry in start:
+        if isinstance(entry, ArraysCache):
+            entry.left_padding = mx.array([0, 4, 13])  # the last row's text begins inside the block
+    model(text, cache=start)
+    for n in range(7):
+        cache, oracle = copy.deepcopy(start), copy.deepcopy(start)
+        transaction = Transaction(cache, None)
+        transaction.begin(6)
+        model(tokens, cache=cache)
+        transaction.commit(n)
+        with hybrid.detached(model):
+            for column in range(n):
+                model(tokens[:, column : column + 1], cache=oracle)
+        assert_same_caches(cache, oracle, RECURRENT)
+        paddings = [entry.left_padding for held in (cache, oracle) for entry in held if isinstance(entry, ArraysCache)]
+        assert all(mx.array_equal(padding, paddings[0]) for padding in paddings)
+
+
+def test_a_batch_over_an_unknown_cache_reruns_the_kept_columns(hybrids):
+    model, tokens = hybrids["qwen3_5"], ids(6, 15).reshape(3, 5)
+    cache = [Strange() if type(entry) is KVCache else entry for entry in hybrid.make_cache(model)]
+    model(ids(5, 21).reshape(3, 7), cache=cache)
+    oracle = copy.deepcopy(cache)
+    transaction = Transaction(cache, lambda kept: model(kept, cache=cache))
+    with pytest.warns(UserWarning, match="Strange"):
+        transaction.begin(5, tokens)
+    model(tokens, cache=cache)
+    transaction.commit(3)
+    model(tokens[:, :3], cache=oracle)
+    assert_same_caches(cache, oracle, FLOAT32)
+
+
+def test_states_that_mlx_lms_caches_hold_are_rerun_to_where_the_tape_leads(hybrids):
+    """The fallback as oracle: restore and re-forward against restore and replay."""
+    model, tokens = hybrids["qwen3_next"], ids(9, 7)
+    replayed, rerun = hybrid.make_cache(model), model.make_cache()
+    for cache in (replayed, rerun):
+        feed(model, cache, ids(8, 20))
+        transaction = Transaction(cache, lambda kept, cache=cache: feed(model, cache, kept))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            transaction.begin(7, tokens)
+        feed(model, cache, tokens)
+        transaction.commit(4)
+        assert len(told) == (cache is rerun)
+    assert_same_caches(replayed, rerun, RECURRENT)
+
+
+def test_a_begin_that_is_refused_leaves_no_cache_recording(hybrids):
+    cache = [*hybrid.make_cache(hybrids["qwen3_5"]), Strange()]
+    with pytest.raises(TransactionError, match="needs the 2 token ids"):
+        Transaction(cache, None).begin(2)
+    assert not any(getattr(entry, "recording", False) for entry in cache)
 
 
 def test_a_list_of_caches_is_committed_member_by_member(model):

@@ -16,10 +16,12 @@ from mlx_lm.models import llama
 from mlx_lm.models.base import create_causal_mask
 
 import tiny
+from drafter import hybrid
 from drafter import target as targets
 from kernels.errors import UserError
 
-KINDS = ("llama", "qwen2", "qwen3", "gemma3_text", "gemma3", "gemma2", "granite", "cohere", "llama-4bit")
+HYBRIDS = ("qwen3_5", "qwen3_next")
+KINDS = ("llama", "qwen2", "qwen3", "gemma3_text", "gemma3", "gemma2", "granite", "cohere", "llama-4bit", *HYBRIDS)
 WINDOW = 11  # of the small gemma3
 TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2}  # of the largest value: other shapes round otherwise, layer on layer
 # gemma3 rounds √96 to bfloat16
@@ -82,9 +84,10 @@ def by_hand(kind, model, tokens):
     body = inner(model)
     h = first = body.embed_tokens(tokens) * EMBEDDING_SCALE.get(kind, 1.0)
     outputs = []
-    for layer, mask in zip(body.layers, masks(kind, tokens.shape[1])):
-        h = layer(h, mask, None)
-        outputs.append(h)
+    with hybrid.detached(model):
+        for layer, mask in zip(body.layers, masks(kind, tokens.shape[1])):
+            h = layer(h, None if getattr(layer, "is_linear", False) else mask, None)
+            outputs.append(h)
     return first, outputs, body.norm(h)
 
 
@@ -133,7 +136,7 @@ def test_taps_come_in_the_order_asked(load, tokens):
         assert all(same(tap, each[index]) for tap, index in zip(found, asked))
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gemma3"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gemma3", "qwen3_5"])
 def test_a_cached_forward_gives_the_taps_of_its_rows_and_fills_the_cache(load, tokens, kind):
     target = load(kind)
     whole = target.forward(tokens[:1], taps=(0, 2))
@@ -144,7 +147,7 @@ def test_a_cached_forward_gives_the_taps_of_its_rows_and_fills_the_cache(load, t
     close(mx.concatenate([part.hidden for part in parts], axis=1), whole.hidden)
     for index in range(2):
         close(mx.concatenate([part.taps[index] for part in parts], axis=1), whole.taps[index])
-    assert {entry.offset for entry in cache} == {23}
+    assert {entry.offset for entry in cache if hasattr(entry, "offset")} == {23}
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "granite", "cohere"])
@@ -274,7 +277,7 @@ DOCUMENTS = [[1] * 14 + [2] * 2 + [3] * 7, [1] * 4 + [2] * 16 + [0] * 3]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "gemma2", "granite"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "gemma2", "granite", "qwen3_5"])
 def test_packed_documents_are_as_each_alone(load, tokens, kind, dtype):
     target = load(kind, dtype)
     documents = mx.array(DOCUMENTS)
@@ -289,7 +292,7 @@ def test_packed_documents_are_as_each_alone(load, tokens, kind, dtype):
                 close(tap[row, span][None], other, dtype)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gemma2", *HYBRIDS])
 def test_other_tokens_in_other_documents_change_no_bit(load, tokens, kind):
     target = load(kind)
     documents = mx.array(DOCUMENTS)
@@ -309,6 +312,12 @@ def test_a_leak_between_documents_would_be_seen(load, tokens, monkeypatch):
         targets.packed.PackedCache, "make_mask", lambda self, N, **options: create_causal_mask(N)[None, None]
     )
     assert difference(target.forward_packed(tokens, documents).hidden, apart) > 5 * TOLERANCE["bfloat16"]
+
+
+def test_a_dtype_that_mlx_cannot_run_the_target_in_is_refused_in_one_line(base):
+    """Experts on a CPU: MLX gathers their products in float32 alone."""
+    with pytest.raises(UserError, match=r"MLX cannot run it in bfloat16 here \(.*float32.*\); choose another dtype"):
+        targets.load(tiny.folder("qwen3_next", base), dtype="bfloat16")
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
