@@ -1,0 +1,244 @@
+"""Which kernels this machine may use: the results of selfcheck, remembered by device, MLX and source.
+
+A kernel's name is `module.route` (`gated_delta.step`), its case a text for one class of shapes and dtype, made by the
+module that asks and by its checks alike. A verdict holds for one device, one version of MLX and one text of the module:
+after a change of any of them the kernel is unknown, hence unused, until it is measured again.
+
+A module states how its kernels are measured in `checks(dims) -> list[Check]`. `dims` describes one model:
+  dtype      "bfloat16", "float16" or "float32": of activations
+  dense      [[N, K], ...]: distinct shapes of its dense weights
+  quantised  [[N, K, bits, group_size], ...]: of its affinely quantised weights
+  attention  [[heads, key/value heads, head dimension], ...]
+  delta      [[Hk, Hv, Dk, Dv, convolution width], ...]: of its gated-delta layers
+
+Environment: `FOREDRAFT_KERNELS` = `on`, `off`, or names of modules or kernels, separated by commas, that are used
+unmeasured while all others are not.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import fcntl
+import functools
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import platform
+import re
+import tempfile
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from kernels.backend import version_of
+from kernels.blas import cache_folder
+from kernels.errors import UserError
+
+USE, SLOW, WRONG, HANGS, UNBUILT = "use", "slow", "wrong", "hangs", "unbuilt"
+FOLDER = pathlib.Path(__file__).parent
+IMPORTS = re.compile(r"^\s*from kernels[. ](.+)", re.MULTILINE)
+AROUND = {"errors", "blas", "backend", "verdicts"}  # modules that no kernel's result or speed depends on
+SCHEMA = "foredraft.verdicts/1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """How one kernel is measured at one case.
+
+    `inputs_fn()` draws random arrays; `kernel_fn(*arrays)` calls the kernel and `stock_fn(*arrays)` what serves without
+    it, each giving an array or a sequence of them. `tolerance` bounds max |kernel − stock| ÷ max |stock| of an output.
+    """
+
+    kernel: str
+    case: str
+    kernel_fn: Callable
+    stock_fn: Callable
+    inputs_fn: Callable
+    tolerance: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What was found. `ratio`: kernel's time ÷ stock's; `error`: the largest relative one; None where not measured."""
+
+    kernel: str
+    case: str
+    verdict: str
+    reason: str
+    ratio: float | None = None
+    error: float | None = None
+    measured: str = ""
+
+
+def allowed(kernel, case):
+    """Whether a dispatcher may take this kernel here: on a GPU, and measured right and faster, or forced."""
+    if not on_gpu():
+        return False
+    choice = chosen()
+    if choice is None:
+        return usable(kernel, case)
+    return "on" in choice or kernel in choice or module_of(kernel) in choice
+
+
+def state(kernel, case):
+    """The Verdict that holds now, or None."""
+    return current().get((kernel, case))
+
+
+def record(kernel, case, verdict, reason, ratio=None, error=None):
+    """Remember what was found, at once and for every later process. Raises UserError where nothing can be written."""
+    measured = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    found = Verdict(kernel, case, verdict, reason, ratio, error, measured)
+    change(lambda entries: entries | {key(kernel, case): dataclasses.asdict(found)})
+    return found
+
+
+def forget(kernel, case):
+    """Take back what was recorded for a kernel at a case."""
+    change(lambda entries: {name: entry for name, entry in entries.items() if name != key(kernel, case)})
+
+
+def current():
+    """{(kernel, case): Verdict} of all that holds for this device, this MLX and today's sources."""
+    entries = read().items()
+    return {(e["kernel"], e["case"]): Verdict(**e) for name, e in entries if name == key(e["kernel"], e["case"])}
+
+
+# --- what is forced
+
+_choices = []  # of forced() in effect, the innermost last
+
+
+@contextlib.contextmanager
+def forced(names):
+    """Within it, FOREDRAFT_KERNELS counts as `names`: "on", "off", or a set of modules or kernels."""
+    _choices.append(frozenset([names] if isinstance(names, str) else names))
+    try:
+        yield
+    finally:
+        _choices.pop()
+
+
+def chosen():
+    """The names in force, "on" and "off" among them; None where measurements decide."""
+    return _choices[-1] if _choices else from_environment(os.environ.get("FOREDRAFT_KERNELS"))
+
+
+@functools.cache
+def from_environment(text):
+    """FOREDRAFT_KERNELS as a set of names. Raises UserError for a name that no module of kernels/ has."""
+    if not text:
+        return None
+    names = frozenset(name.strip() for name in text.split(","))
+    unknown = [name for name in sorted(names) if module_of(name) not in {"on", "off", *kernel_modules()}]
+    if unknown:
+        raise UserError(
+            f"FOREDRAFT_KERNELS={text}: no kernel is called {unknown[0]}; expected on, off, or some of "
+            f"{', '.join(kernel_modules())}, separated by commas; correct it, or unset it"
+        )
+    return names
+
+
+def kernel_modules():
+    """The modules of kernels/ that state how their kernels are measured, by name."""
+    return sorted(
+        path.stem for path in FOLDER.glob("*.py") if re.search(r"^def checks\(", path.read_text(), re.MULTILINE)
+    )
+
+
+# --- what a verdict holds for
+
+
+def on_gpu():
+    """Whether the default device runs kernels."""
+    return mx.default_device().type == mx.DeviceType.gpu
+
+
+@functools.cache
+def usable(kernel, case):
+    """Whether what was measured speaks for the kernel; read once."""
+    found = state(kernel, case)
+    return found is not None and found.verdict == USE
+
+
+def key(kernel, case):
+    """The name of a verdict: all that it holds for."""
+    return " | ".join((kernel, case, device_name(), f"mlx {version_of('mlx')}", source_digest(module_of(kernel))[:16]))
+
+
+def module_of(kernel):
+    """The module of kernels/ that a kernel's name begins with."""
+    return kernel.split(".")[0]
+
+
+@functools.cache
+def device_name():
+    """The default device's name, as MLX gives it."""
+    return mx.device_info().get("device_name", platform.machine())
+
+
+@functools.cache
+def source_digest(module):
+    """SHA-256 over the module's text, over the modules of this room that it is made of, and over the prologues."""
+    paths = [*sorted(made_of(FOLDER / f"{module}.py")), *sorted((FOLDER / "prologue").glob("*.h"))]
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in paths)).hexdigest()
+
+
+def made_of(path):
+    """The path and those of the kernel modules that it imports, directly or not."""
+    found, waiting = set(), {path}
+    while waiting:
+        found |= waiting
+        words = {word for each in waiting for line in IMPORTS.findall(each.read_text()) for word in line.split()}
+        named = {FOLDER / f"{word.strip(',()')}.py" for word in words - AROUND}
+        waiting = {each for each in named if each.exists()} - found
+    return found
+
+
+# --- the file
+
+
+def path():
+    """Where verdicts are kept."""
+    return cache_folder() / "verdicts.json"
+
+
+def read():
+    """{key: a Verdict's fields} of the whole file; nothing where there is none, or where it is damaged (it says so)."""
+    try:
+        content = json.loads(path().read_text())
+        if content["schema"] != SCHEMA:
+            raise ValueError(f"schema {content['schema']}; expected {SCHEMA}")
+        return content["verdicts"]
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logging.getLogger("foredraft").warning(
+            "warning: %s cannot be read (%s): kernels count as unmeasured", path(), error
+        )
+        return {}
+
+
+def change(edit):
+    """Replace the entries by `edit(entries)`, one process at a time, the file whole at every moment."""
+    try:
+        path().parent.mkdir(parents=True, exist_ok=True)
+        with open(path().with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            write(edit(read()))
+    except OSError as error:
+        raise UserError(
+            f"{path()}: verdicts cannot be written ({error}); set FOREDRAFT_CACHE to a writable folder"
+        ) from None
+    usable.cache_clear()
+
+
+def write(entries):
+    """Write the file under a temporary name, to disk, then under its own."""
+    with tempfile.NamedTemporaryFile("w", dir=path().parent, suffix=".json", delete=False) as file:
+        json.dump({"schema": SCHEMA, "verdicts": entries}, file, indent=1, sort_keys=True)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(file.name, path())
