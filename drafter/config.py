@@ -1,7 +1,8 @@
 """Typed configuration behind configs/: the only home of a default.
 
 `compose` merges configs/ (Hydra groups target, drafter, data, loss, optimizer, trainer, tracking, experiment) with
-overrides as typed on a command line, and checks every key and type against the dataclasses here.
+overrides as typed on a command line, and checks every key and type against the dataclasses here: `Config` for a
+drafter, `PretrainConfig` for a small target from scratch, which an experiment asks for with `kind: pretrain`.
 """
 
 import dataclasses
@@ -129,6 +130,69 @@ class Config:
     tracking: TrackingConfig = dataclasses.field(default_factory=TrackingConfig)
 
 
+@dataclasses.dataclass
+class ModelConfig:
+    """The shape of a small target of the Qwen3.5 architecture, under the names of its config.json."""
+
+    hidden_size: int = 192
+    intermediate_size: int = 368
+    num_hidden_layers: int = 8
+    full_attention_interval: int = 4  # every 4th layer attends, the others are gated-delta layers
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 48
+    linear_num_key_heads: int = 2
+    linear_num_value_heads: int = 4
+    linear_key_head_dim: int = 64
+    linear_value_head_dim: int = 64
+    vocab_size: int = 3072
+    max_position_embeddings: int = 4096
+
+
+@dataclasses.dataclass
+class TextConfig:
+    """What a target is pretrained on: Python's standard library, and files or folders besides."""
+
+    sources: list[str] = dataclasses.field(default_factory=list)  # UTF-8 files, or folders of .py files
+    row_tokens: int = 512
+    max_files: int | None = None  # use that many files of each side of the split, drawn by hash
+
+
+@dataclasses.dataclass
+class PretrainTrainerConfig:
+    """The loop: it ends after `steps` or `minutes`, whichever comes first, and the schedule ends with it."""
+
+    steps: int = 4000
+    minutes: float | None = None  # of training; None: no limit
+    report_minutes: float | None = None  # of the report that follows; what does not fit is left out
+    rows_per_step: int = 32
+    seed: int = 0
+    validate_every: int = 200
+    validation_rows: int = 64
+    save_minutes: float = 1.0  # a step is saved at least that often
+    keep: int = 2  # steps kept besides the best
+    samples: int = 40  # continuations written for the report
+    sample_tokens: int = 128
+
+
+@dataclasses.dataclass
+class PretrainConfig:
+    """The training of a small target from scratch, whole."""
+
+    name: str = MISSING
+    kind: str = "pretrain"
+    run: str | None = None  # the run's folder under runs/NAME; None: its date and time
+    out: str = "runs"
+    resume: str = "never"  # never | auto: continue the run's newest whole step
+    dtype: str | None = None  # float32 | bfloat16 | float16; None: float32 on CPU, bfloat16 elsewhere
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    text: TextConfig = dataclasses.field(default_factory=TextConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    trainer: PretrainTrainerConfig = dataclasses.field(default_factory=PretrainTrainerConfig)
+    tracking: TrackingConfig = dataclasses.field(default_factory=TrackingConfig)
+
+
+SCHEMAS = {"config": Config, "pretrain": PretrainConfig}  # by the primary file in configs/
 FOLDER = re.compile(r"[\w-][\w.-]*")  # what may name a folder under runs/
 POSITIVE = (
     *(f"drafter.{name}" for name in ("num_taps", "intermediate_size", "num_attention_heads", "num_key_value_heads")),
@@ -138,27 +202,37 @@ NOT_TRAINING = ("run", "out", "resume", "tracking")  # keys that leave the train
 
 
 def compose(overrides):
-    """The Config of command-line overrides such as ["+experiment=quickstart", "trainer.steps=50"].
+    """The Config or PretrainConfig of command-line overrides such as ["+experiment=quickstart", "trainer.steps=50"].
 
     Raises UserError for an unknown experiment, group, key or a value of the wrong type, naming the nearest.
     """
+    primary = primary_file(overrides)
+    schema = SCHEMAS[primary]
     for override in overrides:
-        check_override(override)
-    ConfigStore.instance().store("schema", Config)
+        check_override(override, schema)
+    ConfigStore.instance().store(f"{primary}_schema", schema)
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            composed = hydra_compose("config", overrides)
+            composed = hydra_compose(primary, overrides)
         missing = sorted(OmegaConf.missing_keys(composed))
         if missing:
             raise UserError(f"configuration lacks {', '.join(missing)}; add it, for example {missing[0]}=VALUE")
         config = OmegaConf.to_object(composed)
     except (OmegaConfBaseException, HydraException) as error:
-        raise UserError(explained(error)) from error
+        raise UserError(explained(error, schema)) from error
     check(config)
     return config
 
 
-def explained(error):
+def primary_file(overrides):
+    """Which of SCHEMAS the overrides mean: `pretrain` where their experiment's file says so, else `config`."""
+    named = [override.partition("=")[2] for override in overrides if override.startswith("+experiment=")]
+    files = [CONFIGS / "experiment" / f"{name}.yaml" for name in named]
+    kinds = {OmegaConf.load(file).get("kind", "config") for file in files if file.is_file()}
+    return "pretrain" if "pretrain" in kinds else "config"
+
+
+def explained(error, schema):
     """One line for what Hydra or OmegaConf refused: the unknown key, or the first error under theirs that has a key."""
     chain = [error]
     while inner := chain[-1].__cause__ or chain[-1].__context__:
@@ -166,12 +240,12 @@ def explained(error):
     keyed = next((one for one in chain if getattr(one, "full_key", None)), error)
     key = getattr(keyed, "full_key", None) or getattr(keyed, "override", None)
     if isinstance(keyed, (ConfigAttributeError, ConfigKeyError)):
-        return unknown_key(key)
+        return unknown_key(key, schema)
     reason = " ".join(line.strip() for line in str(keyed).splitlines() if not line.startswith("    "))
     return f"configuration: {f'{key}: ' if key else ''}{reason}"
 
 
-def check_override(override):
+def check_override(override, schema):
     """Refuse an override that is not KEY=VALUE, names an unknown experiment, or an unknown key."""
     key, equals, value = override.partition("=")
     if not equals or not key:
@@ -183,21 +257,22 @@ def check_override(override):
         choices = sorted(file.stem for file in (CONFIGS / "experiment").glob("*.yaml"))
         if value not in choices:
             raise UserError(f"experiment {value!r} does not exist; {nearest(value, choices)}expected one of {choices}")
-    elif "@" not in key and not (CONFIGS / key).is_dir() and key not in known_keys():
-        raise UserError(unknown_key(key))
+    elif "@" not in key and not (CONFIGS / key).is_dir() and key not in known_keys(schema):
+        raise UserError(unknown_key(key, schema))
 
 
-def known_keys():
-    """Every dotted key of Config."""
-    structured = OmegaConf.structured(Config)
-    groups = {f.name for f in dataclasses.fields(Config) if OmegaConf.is_dict(OmegaConf.select(structured, f.name))}
+def known_keys(schema):
+    """Every dotted key of a schema."""
+    structured = OmegaConf.structured(schema)
+    groups = {f.name for f in dataclasses.fields(schema) if OmegaConf.is_dict(OmegaConf.select(structured, f.name))}
     inner = {f"{group}.{key}" for group in groups for key in structured[group]}
-    return inner | {f.name for f in dataclasses.fields(Config)} - groups
+    return inner | {f.name for f in dataclasses.fields(schema)} - groups
 
 
-def unknown_key(key):
-    """The line for a key that Config does not have."""
-    return f"unknown configuration key {key!r}; {nearest(key, known_keys())}known keys are those of drafter/config.py"
+def unknown_key(key, schema):
+    """The line for a key that a schema does not have."""
+    near = nearest(key, known_keys(schema))
+    return f"unknown configuration key {key!r}; {near}known keys are those of drafter/config.py"
 
 
 def nearest(found, known):
@@ -211,42 +286,79 @@ def nearest(found, known):
 
 def check(config):
     """Refuse values that no run could use, naming key, value and what is expected."""
-    rules = [
-        ("drafter.block_size", config.drafter.block_size >= 2, "at least 2: the anchor and one mask row"),
-        ("drafter.num_hidden_layers", config.drafter.num_hidden_layers >= 1, "at least 1"),
-        ("data.kind", config.data.kind in ("synthesis", "text", "dataset"), "synthesis, text or dataset"),
-        ("data.sources", len(config.data.sources) > 0, "at least one file or name"),
-        ("data.row_tokens", config.data.row_tokens >= 2 * config.drafter.block_size, "at least two blocks"),
-        ("data.validation_fraction", 0 < config.data.validation_fraction < 1, "between 0 and 1"),
-        ("loss.name", config.loss.name == "cross_entropy", "cross_entropy"),
-        ("loss.gamma", config.loss.gamma is None or config.loss.gamma > 0, "above 0"),
-        ("loss.rows_per_chunk", config.loss.rows_per_chunk >= 1, "at least 1"),
-        ("optimizer.learning_rate", 0 < config.optimizer.learning_rate < math.inf, "above 0, and finite"),
-        ("optimizer.beta1", 0 <= config.optimizer.beta1 < 1, "from 0 to below 1"),
-        ("optimizer.beta2", 0 <= config.optimizer.beta2 < 1, "from 0 to below 1"),
-        ("optimizer.weight_decay", 0 <= config.optimizer.weight_decay < math.inf, "0 or above, and finite"),
-        ("drafter.head_dim", (config.drafter.head_dim or 2) % 2 == 0, "even: positions rotate pairs"),
-        ("optimizer.warmup_fraction", 0 <= config.optimizer.warmup_fraction < 1, "from 0 to below 1"),
-        ("optimizer.max_gradient_norm", config.optimizer.max_gradient_norm > 0, "above 0"),
-        ("trainer.steps", config.trainer.steps >= 1, "at least 1"),
-        ("trainer.rows_per_step", config.trainer.rows_per_step >= 1, "at least 1"),
-        ("trainer.anchors_per_document", config.trainer.anchors_per_document >= 1, "at least 1"),
-        ("trainer.validate_every", config.trainer.validate_every >= 1, "at least 1"),
-        ("trainer.validation_rows", config.trainer.validation_rows >= 1, "at least 1"),
-        ("trainer.walk_documents", config.trainer.walk_documents >= 1, "at least 1"),
-        ("trainer.walk_tokens", config.trainer.walk_tokens >= 2, "at least 2: the first is not walked"),
-        ("trainer.save_every", config.trainer.save_every >= 1, "at least 1"),
-        ("trainer.keep", config.trainer.keep >= 1, "at least 1"),
+    rules = shared_rules(config) + (pretrain_rules if isinstance(config, PretrainConfig) else drafter_rules)(config)
+    for key, holds, expected in rules:
+        if not holds:
+            raise UserError(f"{key} is {OmegaConf.select(OmegaConf.structured(config), key)!r}; expected {expected}")
+
+
+def shared_rules(config):
+    """(key, whether its value can be used, what is expected) of what every run has."""
+    optimizer, trainer = config.optimizer, config.trainer
+    return [
+        ("optimizer.learning_rate", 0 < optimizer.learning_rate < math.inf, "above 0, and finite"),
+        ("optimizer.beta1", 0 <= optimizer.beta1 < 1, "from 0 to below 1"),
+        ("optimizer.beta2", 0 <= optimizer.beta2 < 1, "from 0 to below 1"),
+        ("optimizer.weight_decay", 0 <= optimizer.weight_decay < math.inf, "0 or above, and finite"),
+        ("optimizer.warmup_fraction", 0 <= optimizer.warmup_fraction < 1, "from 0 to below 1"),
+        ("optimizer.max_gradient_norm", optimizer.max_gradient_norm > 0, "above 0"),
+        ("trainer.steps", trainer.steps >= 1, "at least 1"),
+        ("trainer.rows_per_step", trainer.rows_per_step >= 1, "at least 1"),
+        ("trainer.validate_every", trainer.validate_every >= 1, "at least 1"),
+        ("trainer.validation_rows", trainer.validation_rows >= 1, "at least 1"),
+        ("trainer.keep", trainer.keep >= 1, "at least 1"),
         ("resume", config.resume in ("never", "auto"), "never or auto"),
         ("name", FOLDER.fullmatch(config.name) is not None, "letters, digits, '.', '_' and '-', no '.' first"),
         ("run", FOLDER.fullmatch(config.run or "run") is not None, "letters, digits, '.', '_' and '-', no '.' first"),
     ]
+
+
+def drafter_rules(config):
+    """The rules of a drafter's run."""
+    data, loss = config.data, config.loss
+    rules = [
+        ("drafter.block_size", config.drafter.block_size >= 2, "at least 2: the anchor and one mask row"),
+        ("drafter.num_hidden_layers", config.drafter.num_hidden_layers >= 1, "at least 1"),
+        ("drafter.head_dim", (config.drafter.head_dim or 2) % 2 == 0, "even: positions rotate pairs"),
+        ("data.kind", data.kind in ("synthesis", "text", "dataset"), "synthesis, text or dataset"),
+        ("data.sources", len(data.sources) > 0, "at least one file or name"),
+        ("data.row_tokens", data.row_tokens >= 2 * config.drafter.block_size, "at least two blocks"),
+        ("data.validation_fraction", 0 < data.validation_fraction < 1, "between 0 and 1"),
+        ("loss.name", loss.name == "cross_entropy", "cross_entropy"),
+        ("loss.gamma", loss.gamma is None or loss.gamma > 0, "above 0"),
+        ("loss.rows_per_chunk", loss.rows_per_chunk >= 1, "at least 1"),
+        ("trainer.anchors_per_document", config.trainer.anchors_per_document >= 1, "at least 1"),
+        ("trainer.walk_documents", config.trainer.walk_documents >= 1, "at least 1"),
+        ("trainer.walk_tokens", config.trainer.walk_tokens >= 2, "at least 2: the first is not walked"),
+        ("trainer.save_every", config.trainer.save_every >= 1, "at least 1"),
+    ]
     for key in POSITIVE:
         value = OmegaConf.select(OmegaConf.structured(config), key)
         rules.append((key, value is None or value > 0, "above 0"))
-    for key, holds, expected in rules:
-        if not holds:
-            raise UserError(f"{key} is {OmegaConf.select(OmegaConf.structured(config), key)!r}; expected {expected}")
+    return rules
+
+
+def pretrain_rules(config):
+    """The rules of a pretraining run."""
+    model, trainer = config.model, config.trainer
+    Hk, Hv, interval = model.linear_num_key_heads, model.linear_num_value_heads, model.full_attention_interval
+    rules = [(f"model.{key}", value >= 1, "at least 1") for key, value in dataclasses.asdict(model).items()]
+    return [
+        *rules,
+        ("model.num_hidden_layers", model.num_hidden_layers >= interval > 1, "one full-attention layer, and others"),
+        ("model.linear_num_value_heads", Hv % Hk == 0, "a multiple of model.linear_num_key_heads"),
+        ("model.num_attention_heads", model.num_attention_heads % model.num_key_value_heads == 0, "whole groups"),
+        ("model.head_dim", model.head_dim % 8 == 0, "a multiple of 8: positions rotate pairs in a quarter of it"),
+        ("model.vocab_size", model.vocab_size >= 259, "at least 259: the bytes and three tokens more"),
+        ("text.row_tokens", 2 <= config.text.row_tokens <= model.max_position_embeddings, "2 up to the model's length"),
+        ("text.max_files", config.text.max_files is None or config.text.max_files >= 1, "above 0"),
+        ("dtype", config.dtype in (None, "float32", "bfloat16", "float16"), "float32, bfloat16 or float16"),
+        ("trainer.minutes", trainer.minutes is None or trainer.minutes > 0, "above 0"),
+        ("trainer.report_minutes", trainer.report_minutes is None or trainer.report_minutes > 0, "above 0"),
+        ("trainer.save_minutes", trainer.save_minutes > 0, "above 0"),
+        ("trainer.samples", trainer.samples >= 1, "at least 1"),
+        ("trainer.sample_tokens", trainer.sample_tokens >= 1, "at least 1"),
+    ]
 
 
 def resolved(config):

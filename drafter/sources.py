@@ -43,7 +43,10 @@ def locate(name, *, dtype, revision=None):
     name = str(name)
     if (TARGETS / f"{name}.yaml").is_file():
         shipped = OmegaConf.to_container(OmegaConf.load(TARGETS / f"{name}.yaml"))
-        return locate(shipped["source"], dtype=dtype, revision=revision or shipped.get("revision"))
+        source = shipped["source"]
+        if source.startswith("runs/"):  # lies in the checkout, wherever the command runs
+            source = manifest.ROOT / source
+        return locate(source, dtype=dtype, revision=revision or shipped.get("revision"))
     if name.startswith("pypi:"):
         return Location(converted(package_file(name), dtype), name.split("#")[0])
     path = pathlib.Path(name).expanduser()

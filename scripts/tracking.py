@@ -32,8 +32,11 @@ class Log:
         if self.wandb:
             self.wandb.log(figures, step=figures["step"])
         if "loss" in figures:
-            self.bar.set_postfix(loss=f"{figures['loss']:.3f}", refresh=False)
+            rate = {"tok/s": f"{figures['tokens_per_second']:,}"} if "tokens_per_second" in figures else {}
+            self.bar.set_postfix({"loss": f"{figures['loss']:.3f}"} | rate, refresh=False)
             self.bar.update(1)
+        if "validation_bits_per_byte" in figures:
+            self.bar.write(f"step {figures['step']}: {figures['validation_bits_per_byte']:.3f} bits a held-out byte")
         if "validation_loss" in figures:
             agreement = " ".join(f"{value:.2f}" for value in figures["agreement"][:7])
             self.bar.write(

@@ -1,22 +1,20 @@
-"""Train a drafter for a frozen target.
+"""Train a drafter for a frozen target, or a small target from scratch.
 
     python scripts/train.py +experiment=quickstart
     python scripts/train.py +experiment=dflash_smollm2 data.sources=[runs/synthesis/mine] trainer.steps=4000
     python scripts/train.py +experiment=custom_target target.source=my/model --dry-run
+    python scripts/train.py +experiment=reference_hybrid trainer.minutes=6
 
 Experiments are the files of configs/experiment; every KEY=VALUE after one overrides it (keys: drafter/config.py).
 Writes runs/NAME/RUN/: config.yaml, metrics.jsonl, step-N/, manifest.json; `latest` and `best` point at steps. An
 interrupt saves the step and leaves; the same command with run=RUN resume=auto continues it to the same weights.
 """
 
-import datetime
-import json
 import os
-import pathlib
-import signal
 
 import edge
 from kernels.errors import UserError
+from session import interruptible, open_run, run_folder
 from tracking import Log
 
 
@@ -42,7 +40,8 @@ def main(argv):
     from drafter import config as configuration
 
     config = configuration.compose(options.overrides)
-    session = Session(config, argv)
+    kind = PretrainSession if isinstance(config, configuration.PretrainConfig) else Session
+    session = kind(config, argv)
     if options.dry_run:
         return session.dry_run()
     return session.train()
@@ -154,7 +153,7 @@ class Session:
         from drafter import checkpoint, objective, trainer
 
         settings = self.config.trainer
-        self.open_run()
+        open_run(self.run, self.config)
         goal = objective.Objective(
             self.target,
             self.config.loss.name,
@@ -195,31 +194,6 @@ class Session:
         if self.target.live_digest() != before:
             raise UserError(f"target {self.target.source}: its parameters changed during training; this is a defect")
         return self.closing(done)
-
-    def open_run(self):
-        """Make the run's folder and write its configuration; refuse one that holds another run."""
-        import yaml
-
-        from drafter import checkpoint, manifest
-        from drafter import config as configuration
-
-        record = self.run / "config.yaml"
-        if record.is_file() and checkpoint.steps_of(self.run):  # a run that saved no step has nothing to lose
-            earlier = yaml.safe_load(record.read_text())
-            now = json.loads(json.dumps(configuration.resolved(self.config)))
-            differing = [key for key in now if key not in configuration.NOT_TRAINING and now[key] != earlier.get(key)]
-            if self.config.resume != "auto":
-                raise UserError(
-                    f"{self.run}: holds a run already; continue it with resume=auto, or choose another run=NAME"
-                )
-            if differing:
-                raise UserError(
-                    f"{self.run}: was begun with another {differing[0]}; give the same values, or another run=NAME"
-                )
-            return
-        self.run.mkdir(parents=True, exist_ok=True)
-        with manifest.atomic(record, "w") as stream:
-            yaml.safe_dump(configuration.resolved(self.config), stream, sort_keys=False)
 
     def restore(self, loop):
         """Continue from the newest whole step when asked; returns the steps already done."""
@@ -303,16 +277,48 @@ class Session:
         return {"status": "done" if finished else "interrupted", "out": str(self.run), "steps": done, "best": self.best}
 
 
-def run_folder(config):
-    """Where the run writes: OUT/NAME/RUN; without a RUN, the newest one when resuming, else one named by the time."""
-    base = pathlib.Path(config.out)
-    base = (base if base.is_absolute() else edge.ROOT / base) / config.name
-    if config.run:
-        return base / config.run
-    runs = sorted(path.parent for path in base.glob("*/config.yaml"))
-    if config.resume == "auto" and runs:
-        return runs[-1]
-    return base / datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+class PretrainSession:
+    """One run of a small target from scratch."""
+
+    def __init__(self, config, argv):
+        from drafter import pretrain
+
+        self.config, self.argv = config, argv
+        self.stop = False
+        self.run = run_folder(config)
+        self.pretraining = pretrain.Pretraining(config, self.run)
+
+    def card(self):
+        """Print what is about to run, on what, with digests."""
+        from kernels import backend
+
+        machine = backend.describe()
+        device = f"{machine['device']} ({machine['reason']}), BLAS {machine['blas']['name']}"
+        for name, text in ({"device": device} | self.pretraining.facts() | {"run": self.run}).items():
+            print(f"{name:12} {text}", flush=True)
+
+    def dry_run(self):
+        """Print the card and the resolved configuration; write nothing."""
+        import yaml
+
+        from drafter import config as configuration
+
+        self.card()
+        print(yaml.safe_dump(configuration.resolved(self.config), sort_keys=False), end="")
+        return {"status": "done", "out": None, "config_digest": configuration.digest(self.config)}
+
+    def train(self):
+        """Take the steps that remain and, after the last one, write the target and its report."""
+        open_run(self.run, self.config)
+        self.card()
+        with interruptible(self):
+            with Log(self.run, self.config, self.pretraining.done) as log:
+                steps, ended = self.pretraining.train(self.argv, log, lambda: self.stop)
+            if not ended:
+                print(f"stopped at step {steps}; continue with the same command, run={self.run.name} and resume=auto")
+                return {"status": "interrupted", "out": str(self.run), "steps": steps}
+            report = self.pretraining.finish(self.argv)
+        return {"status": "done", "out": str(self.run), "steps": steps, **report}
 
 
 def memory_estimate(target, drafter, config):
@@ -335,26 +341,6 @@ def memory_estimate(target, drafter, config):
         "attention scores": 3 * scores * width,
         "logits": 3 * config.loss.rows_per_chunk * shape.vocab_size * 4,
     }
-
-
-class interruptible:
-    """While entered, a first SIGINT or SIGTERM asks the session to save and stop; a second one ends it at once."""
-
-    def __init__(self, session):
-        self.session = session
-
-    def __enter__(self):
-        self.before = {name: signal.signal(name, self.ask) for name in (signal.SIGINT, signal.SIGTERM)}
-
-    def __exit__(self, *_):
-        for name, handler in self.before.items():
-            signal.signal(name, handler)
-
-    def ask(self, *_):
-        """Set the flag; restore the default so that a second signal is not held back."""
-        self.session.stop = True
-        for name, handler in self.before.items():
-            signal.signal(name, handler)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,14 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 ROOMS = {
-    "kernels": """errors blas backend portable verdicts chunked_delta gated_delta causal_conv block_attention
+    "kernels": """errors blas backend portable verdicts plain_delta fused_delta gated_delta causal_conv block_attention
         small_matmul selfcheck""",
     "drafter": """config rng manifest losses anchors fingerprint gguf sources hybrid packed target heads dflash
         gated_lora formats documents corpus prompts answers synthesis features checkpoint
-        release objective trainer pretrain variants""",
+        release objective trainer library ngram scratch appraisal pretrain variants""",
     "decode": "transaction verify proposers schedule cycle stream",
     "decode.lab": "prompts health statistics ties arms timing walk cost experiment report",
-    "scripts": "edge traps tracking train spec_decode synthesize make_variant manifest doctor",
+    "scripts": "edge traps tracking session train spec_decode synthesize make_variant manifest doctor",
 }
 RANKS = {
     (room, module): (depth, place)

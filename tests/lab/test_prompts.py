@@ -83,7 +83,7 @@ def test_a_bad_file_is_refused_by_name_and_line(tmp_path, content, words):
 
 
 def test_an_unknown_set_names_the_nearest_and_the_choices(tmp_path):
-    with pytest.raises(UserError, match="did you mean mt_bench.*gsm8k, humaneval, mt_bench, suite"):
+    with pytest.raises(UserError, match="did you mean mt_bench.*gsm8k, humaneval, mt_bench, python_heldout, suite"):
         prompts.load("mtbench")
     with pytest.raises(UserError, match="is a folder"):
         prompts.load(str(tmp_path))

@@ -1,0 +1,156 @@
+"""What a small target trained on source text is worth: bits per held-out byte, and what it writes by itself.
+
+R rows, T tokens a row, n tokens of a text.
+"""
+
+import io
+import math
+import time
+import tokenize
+import warnings
+
+import mlx.core as mx
+import numpy as np
+
+from drafter import answers, ngram
+from drafter.library import passages
+from drafter.prompts import Prompt
+from drafter.scratch import END_ID
+
+NGRAM_ORDER = 5
+TEMPERATURE = 0.8
+RULE = (
+    "prefix and continuation together, cut after the last line end, are read by Python's tokenize; an error that only"
+    " says the text ends inside a bracket or a triple-quoted string is the cut's doing and passes"
+)
+CUT_ERRORS = ("EOF in multi-line", "unterminated triple-quoted")  # as Python 3.11, and 3.12 and later, word them
+
+
+class OutOfTime(Exception):
+    """The time for the report is spent."""
+
+
+def report(target, library, settings, row_tokens, *, seconds=math.inf, say=print):
+    """(report, samples): bits per byte beside the n-gram's, and continuations of held-out passages.
+
+    settings: a `config.PretrainTrainerConfig`. seconds: what does not fit is None. say: told what is being done.
+    """
+    stop = time.monotonic() + seconds
+    documents = [text.text.encode() for text in library.held_out]
+    size = sum(map(len, documents))
+    found = {"held_out_bytes": size, "bits_per_byte": None, "tokens": None}
+    found |= {f"ngram_{NGRAM_ORDER}_bits_per_byte": None, "samples": None}
+    written = None
+    try:
+        say("report       continuations of held-out passages")
+        written = continuations(target, library.held_out, settings, stop)
+        found["samples"] = summary(written, settings)
+        say("report       bits per byte of the held-out text")
+        bits, tokens = text_bits(target, library.held_out, row_tokens, settings.rows_per_step, stop)
+        found |= {"bits_per_byte": round(bits / size, 5), "tokens": tokens}
+        say(f"report       byte n-gram of order {NGRAM_ORDER}")
+        baseline = ngram.fit([text.text.encode() for text in library.train], NGRAM_ORDER)
+        found[f"ngram_{NGRAM_ORDER}_bits_per_byte"] = round(baseline.bits(documents) / size, 5)
+    except OutOfTime:
+        say("report       out of time; the same command with resume=auto finishes it")
+    return found, written
+
+
+def check_time(stop):
+    """Raise OutOfTime once `stop` (of time.monotonic) has passed."""
+    if time.monotonic() > stop:
+        raise OutOfTime
+
+
+# Bits per byte.
+
+
+def text_bits(target, texts, row_tokens, rows_per_step, stop=math.inf):
+    """(bits, tokens) in which a target encodes texts, ends not counted; every token sees at least T/2 before it.
+
+    A text is read behind an END token in windows of T = row_tokens that move by T/2; the first scores all of its
+    tokens, the others their second half.
+    """
+    rows = [row for text in texts for row in windows(target.tokenizer.encode(text.text), row_tokens)]
+    bits = 0.0
+    for start in range(0, len(rows), rows_per_step):
+        check_time(stop)
+        bits += row_bits(target, rows[start : start + rows_per_step])
+    return bits, sum(int(scored.sum()) for *_, scored in rows)
+
+
+def windows(ids, T):
+    """Rows (tokens [T], labels [T], scored [T] bool) over ids: each label is scored once."""
+    text = np.array([END_ID, *ids], np.int32)
+    rows, done = [], 0  # labels scored so far
+    while done < len(ids):
+        start = max(0, done - T // 2)
+        piece = text[start : start + T + 1]
+        pad = T + 1 - len(piece)
+        places = start + np.arange(T)  # label at place p is text[p + 1]
+        scored = (places >= done) & (places < len(ids))
+        piece = np.pad(piece, (0, pad))
+        rows.append((piece[:-1], piece[1:], scored))
+        done = start + T
+    return rows
+
+
+def row_bits(target, rows):
+    """Bits of the scored labels of rows."""
+    tokens, labels, scored = (mx.array(np.stack(part)) for part in zip(*rows))
+    logits = target.score(target.forward(tokens).hidden).astype(mx.float32)
+    chosen = mx.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    nats = mx.where(scored, mx.logsumexp(logits, axis=-1) - chosen, 0.0)
+    return nats.sum().item() / math.log(2)
+
+
+# Samples.
+
+
+def continuations(target, texts, settings, stop=math.inf):
+    """What a target writes after passages of texts: [{"id", "prefix", "continuation", "verdict"}].
+
+    All of settings.samples are written at once, at TEMPERATURE, settings.sample_tokens each unless it ends the text.
+    """
+    rows = passages(texts, settings.samples)
+    prompts = [Prompt(({"role": "user", "content": row["prompt"]},), "passages") for row in rows]
+    jobs = [
+        answers.Job(row["question_id"], prompt, list(target.tokenizer.encode(row["prompt"])), TEMPERATURE)
+        for row, prompt in zip(rows, prompts)
+    ]
+    written = answers.answer(
+        target,
+        jobs,
+        batch_size=len(jobs),
+        max_tokens=settings.sample_tokens,
+        keys=answers.random_keys(settings.seed, "samples"),
+        observe=lambda tokens: check_time(stop),
+    )
+    found = {job.id: tokens[:-1] if finish == "stop" else tokens for job, tokens, finish in written}
+    texts_of = {row["question_id"]: (row["prompt"], target.tokenizer.decode(found[row["question_id"]])) for row in rows}
+    return [
+        {"id": name, "prefix": prefix, "continuation": text, "verdict": verdict(prefix + text)}
+        for name, (prefix, text) in texts_of.items()
+    ]
+
+
+def summary(written, settings):
+    """How many samples pass, and by which rule."""
+    counts = {kind: sum(row["verdict"] == kind for row in written) for kind in ("whole", "cut", "fails")}
+    passed = counts["whole"] + counts["cut"]
+    shape = {"temperature": TEMPERATURE, "tokens": settings.sample_tokens, "count": len(written)}
+    return shape | {"pass_tokenize": passed, "of_which_cut_inside": counts["cut"], "rule": RULE}
+
+
+def verdict(source):
+    """Whether Python's tokenize reads source text up to its last line end: "whole", "cut" (see RULE) or "fails"."""
+    lines = source[: source.rfind("\n") + 1]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes and numbers that a later Python refuses
+            kinds = {token.type for token in tokenize.generate_tokens(io.StringIO(lines).readline)}
+    except tokenize.TokenError as error:
+        return "cut" if any(words in str(error) for words in CUT_ERRORS) else "fails"
+    except SyntaxError:  # IndentationError: a dedent to no outer level
+        return "fails"
+    return "fails" if tokenize.ERRORTOKEN in kinds else "whole"
