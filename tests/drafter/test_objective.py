@@ -7,6 +7,8 @@ import dataclasses
 import math
 
 import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
@@ -108,6 +110,27 @@ def test_the_summary_is_the_objectives_own_quotient_and_each_slots_share(llama, 
     summary = made.summary(sums + sums)
     assert summary["validation_loss"] == pytest.approx((total / weight).item(), rel=RELATIVE)
     assert summary["agreement"] == pytest.approx(list(sums.matches[1:] / sums.counts[1:]), abs=1e-4)
+
+
+def test_a_drafter_learns_from_a_hybrid(tiny_target, tiny_config, random_drafter, batch):
+    """Packed rows through recurrent layers: the loss is that of blocks drafted alone, and it falls."""
+    target = tiny_target("qwen3_5")
+    drafter = random_drafter(
+        tiny_config(target, num_hidden_layers=2, layer_types=("full_attention",) * 2, block_size=B)
+    )
+    made, digest = goal(target), target.live_digest()
+    prepared = made.prepare(drafter, batch)
+    weighted = [math.exp(-(slot - 1) / 2.1875) * loss for slot, loss, _ in slot_losses(target, drafter, batch)]
+    assert made(drafter, prepared)[0].item() == pytest.approx(sum(weighted), rel=RELATIVE)  # γ is 7B/16
+    optimizer, step = optim.Adam(3e-3), nn.value_and_grad(drafter, lambda drafter: made(drafter, prepared)[0])
+    totals = []
+    for _ in range(12):
+        total, gradient = step(drafter)
+        optimizer.update(drafter, gradient)
+        mx.eval(drafter.parameters(), optimizer.state)
+        totals.append(total.item())
+    assert totals[-1] < 0.7 * totals[0]
+    assert target.live_digest() == digest
 
 
 def gradients(target, drafter, batch, rows_per_chunk):

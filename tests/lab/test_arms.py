@@ -8,6 +8,7 @@ import pytest
 import oracles
 import tiny
 from decode.lab import arms
+from drafter import hybrid
 from drafter import target as targets
 from kernels.errors import UserError
 
@@ -99,3 +100,22 @@ def test_a_block_wider_than_the_drafter_was_trained_at_is_refused(target):
     drafter, _ = arms.untrained(target, block_size=4, seed=0)
     with pytest.raises(UserError, match="block size 8.*trained at block size 4"):
         arms.ksweep(target, drafter, (2, 8), (3,), 4)
+
+
+def test_on_a_hybrid_the_baseline_runs_mlx_lms_own_layers_and_every_arm_emits_its_text(tmp_path, prompt, monkeypatch):
+    target = targets.load(str(tiny.folder("qwen3_5", tmp_path)), dtype="float32")
+    drafter, _ = arms.untrained(target, block_size=5, seed=3)
+    attached = []
+
+    def noting(forward):
+        return lambda *args, **options: attached.append(True) or forward(*args, **options)
+
+    monkeypatch.setattr(hybrid, "forward", noting(hybrid.forward))
+    texts = {}
+    for arm in arms.ksweep(target, drafter, (2, 5), (2,), 4):
+        attached.clear()
+        texts[arm.name] = arm.run(prompt, CAP).tokens
+        assert bool(attached) == (arm.name != "mlx_lm"), arm.name
+    assert len(texts["mlx_lm"]) > 8
+    assert set(texts.values()) == {texts["mlx_lm"]}
+    assert any(len(set(text)) > 5 for text in texts.values())
