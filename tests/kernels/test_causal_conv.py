@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kernels import causal_conv
+from kernels import causal_conv, verdicts
 from oracles import causal_conv_loop
 
 R, T, C, K = 2, 11, 7, 4
@@ -22,10 +22,10 @@ def drawn(width=K, seed=3):
     return {name: np.round(16 * generator.uniform(-1, 1, shape)) / 16 for name, shape in shapes.items()}
 
 
-def run(arrays, documents=None, dtype=mx.float32, zero=False):
+def run(arrays, documents=None, dtype=mx.float32, zero=False, **chosen):
     x, weight, state = (mx.array(arrays[name]).astype(dtype) for name in ("x", "weight", "state"))
     given = None if documents is None else mx.array(documents)
-    return causal_conv.causal_conv(x, weight[..., None], None if zero else state, given)
+    return causal_conv.causal_conv(x, weight[..., None], None if zero else state, given, **chosen)
 
 
 def numbers(array):
@@ -35,13 +35,25 @@ def numbers(array):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("width", [2, 3, 4])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "packed"])
-def test_each_token_reads_the_taps_before_it(dtype, width, documents):
+@pytest.mark.parametrize("build", [None, "host"])
+def test_each_token_reads_the_taps_before_it(dtype, width, documents, build):
     arrays = drawn(width)
-    y, window = run(arrays, documents, dtype)
+    y, window = run(arrays, documents, dtype, build=build)
     assert (y.dtype, window.dtype) == (dtype, dtype)
     np.testing.assert_array_equal(numbers(window), np.concatenate([arrays["state"], arrays["x"]], axis=1))
     expected = causal_conv_loop(arrays["x"], arrays["weight"], arrays["state"], documents)[1]
     np.testing.assert_allclose(numbers(y), expected, atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, causal_conv.FEW, causal_conv.FEW + 1, 3 * causal_conv.LONG])
+def test_the_kernel_serves_any_number_of_tokens_and_channels(tokens):
+    generator = np.random.default_rng(tokens)
+    C = causal_conv.THREADS + 3
+    x, weight, state = (mx.array(generator.normal(size=shape)) for shape in ((R, tokens, C), (C, K, 1), (R, K - 1, C)))
+    x, weight, state = (value.astype(mx.float32) for value in (x, weight, state))
+    found, expected = causal_conv.fused(x, weight, state, build="host"), causal_conv.plain(x, weight, state)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(numbers(one), numbers(other), atol=3e-6, rtol=0)
 
 
 def test_no_state_is_a_state_of_zeros():
@@ -110,3 +122,27 @@ def test_gradients_are_the_loops_finite_differences(name, documents):
             moved[name][at] += sign * step
             ends.append((causal_conv_loop(moved["x"], moved["weight"], moved["state"], documents)[1] * cotangent).sum())
         assert gradient[at] == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=5e-6)
+
+
+def test_the_kernel_is_measured_at_the_cases_that_ask_for_it():
+    """What `causal_conv` asks verdicts for is what `checks` measures, and the two agree within the stated tolerance."""
+    dims = {"dtype": "bfloat16", "delta": [[1, 2, 3, 5, 4]]}
+    found = causal_conv.checks(dims)
+    for T, check in zip((1, 17, 512), found, strict=True):
+        x, weight = mx.zeros((1, T, 2 * 1 * 3 + 2 * 5), mx.bfloat16), mx.zeros((16, 4, 1))
+        assert (check.kernel, check.case) == ("causal_conv.fused", causal_conv.case(x, weight))
+        arrays = check.inputs_fn()
+        for one, other in zip(check.kernel_fn(*arrays, build="host"), check.stock_fn(*arrays), strict=True):
+            error = mx.max(mx.abs(one - other)) / mx.max(mx.abs(other))
+            assert error.item() <= check.tolerance
+
+
+def test_the_dispatcher_takes_the_kernel_only_where_allowed_and_never_for_gradients(monkeypatch):
+    taken = []
+    monkeypatch.setattr(causal_conv, "fused", lambda *arguments: taken.append(arguments))
+    monkeypatch.setattr(verdicts, "allowed", lambda kernel, case: case == "float32 7 channels width 4 few tokens")
+    run(drawn())
+    assert len(taken) == 1
+    run(drawn(), dtype=mx.bfloat16)
+    run(drawn(), differentiable=True)
+    assert len(taken) == 1

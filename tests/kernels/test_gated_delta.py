@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kernels import gated_delta
+from kernels import fused_delta, gated_delta, verdicts
 from kernels.errors import UserError
 from oracles import gated_delta_loop
 
@@ -27,7 +27,7 @@ def drawn(case="scalar", rows=R, tokens=T, heads=(HK, HV), dims=(DK, DV), seed=1
     k = generator.normal(size=(rows, tokens, Hk, Dk))
     g = generator.uniform(0.3, 1, (rows, tokens, Hv, *[Dk] * ("vector" in case)))
     if "resets" in case:
-        g[0, [0, tokens // 3, tokens // 3 + 1]] = 0
+        g[0, [0, tokens // 3, min(tokens // 3 + 1, tokens - 1)]] = 0
         g[-1, tokens - 1] = 0
     arrays = {
         "q": generator.normal(size=(rows, tokens, Hk, Dk)) / np.sqrt(Dk),
@@ -266,6 +266,104 @@ def test_a_tape_replays_from_no_state():
 def test_no_tape_is_kept_unless_asked_for():
     arrays, _ = drawn()
     assert gated_delta.gated_delta(*given(arrays, None))[2] is None
+
+
+KERNEL_CASES = {  # case -> key dimension and layout: each is compiled once, for any number of tokens
+    "scalar": (32, (4, 1, 1)),
+    "vector": (96, (8, 2, 3)),
+    "masked": (64, (16, 3, 2)),
+    "resets": (256, (8, 1, 1)),
+    "vector masked resets": (32, (8, 2, 1)),
+}
+
+
+def kernel_arguments(case, tokens, dtype=mx.float32):
+    """(arguments of a route, mask, layout) with 2 key heads, 6 value heads, and 13 value rows: no multiple of any."""
+    Dk, layout = KERNEL_CASES[case]
+    arrays, mask = drawn(case, tokens=tokens, heads=(2, 6), dims=(Dk, 13))
+    return given(arrays, mask, dtype), arrays, mask, fused_delta.Layout(*layout)
+
+
+@pytest.mark.parametrize("case", KERNEL_CASES)
+def test_the_kernel_is_the_loop(case):
+    for tokens in (1, 2, 17):
+        arguments, arrays, mask, layout = kernel_arguments(case, tokens)
+        y, state, tape = fused_delta.step(*arguments, record=True, build="host", layout=layout)
+        expected, delta, states = gated_delta_loop(*arrays.values(), mask)
+        np.testing.assert_allclose(numbers(y), expected, atol=FLOAT32, rtol=0)
+        np.testing.assert_allclose(numbers(state), states[:, -1], atol=FLOAT32, rtol=0)
+        np.testing.assert_allclose(numbers(tape.delta), delta, atol=FLOAT32, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", Y_TOLERANCE)
+def test_the_kernel_reads_half_precision_from_no_state_without_a_tape(dtype):
+    arguments, _, _, layout = kernel_arguments("scalar", 5, dtype)
+    y, state, tape = fused_delta.step(*arguments[:5], build="host", layout=layout)
+    expected, last = gated_delta.recur(*arguments[:5])
+    assert (y.dtype, state.dtype, tape) == (dtype, mx.float32, None)
+    np.testing.assert_allclose(numbers(y), numbers(expected), atol=Y_TOLERANCE[dtype], rtol=0)
+    np.testing.assert_allclose(numbers(state), numbers(last), atol=FLOAT32, rtol=0)
+
+
+@pytest.mark.parametrize("case", KERNEL_CASES)
+def test_a_replay_by_the_kernel_ends_in_the_bits_of_its_step(case):
+    """Every n from 0 to the rows of a tape, for 1 row, some, and the widest verify."""
+    for tokens in (1, 5, 17):
+        arguments, _, mask, layout = kernel_arguments(case, tokens)
+        state = arguments[5]
+        tape = fused_delta.step(*arguments, record=True, build="host", layout=layout)[2]
+        for n in range(tokens + 1):
+            short = [value[:, :n] for value in arguments[:5]]
+            seen = None if mask is None else arguments[6][:, :n]
+            step = fused_delta.step(*short, state, seen, record=True, build="host", layout=layout)[1] if n else state
+            found = gated_delta.replay(state, tape, n, build="host")
+            np.testing.assert_array_equal(numbers(found), numbers(step))
+            bound = OF_STATE * np.abs(numbers(step)).max()
+            plain = gated_delta.replay_reference(state, tape, n)
+            np.testing.assert_allclose(numbers(found), numbers(plain), atol=bound, rtol=0)
+
+
+def test_the_kernel_replays_each_row_of_a_batch_to_its_own_end():
+    arguments, _, _, layout = kernel_arguments("vector", 5)
+    tape = fused_delta.step(*arguments, record=True, build="host", layout=layout)[2]
+    found = gated_delta.replay(arguments[5], tape, mx.array([4, 2]), build="host")
+    for r, n in enumerate((4, 2)):
+        alone = gated_delta.replay(arguments[5], tape, n, build="host")[r]
+        np.testing.assert_array_equal(numbers(found[r]), numbers(alone))
+
+
+def test_the_kernel_is_not_measured_or_asked_where_keys_are_too_odd_or_too_long():
+    for Dk in (48, 288):
+        assert not fused_delta.serves(mx.zeros((1, 1, 1, Dk)))
+        assert not fused_delta.checks({"dtype": "float32", "delta": [[1, 2, Dk, 5, 4]]})
+    assert fused_delta.serves(mx.zeros((1, 1, 1, 224)))
+
+
+def test_kernels_are_measured_at_the_cases_that_ask_for_them():
+    """What the dispatcher asks verdicts for is what `checks` measures; kernel and plain agree within its tolerance."""
+    found = fused_delta.checks({"dtype": "bfloat16", "delta": [[1, 2, 32, 5, 4]]})
+    asked = {(check.kernel, check.case) for check in found}
+    for T, check in zip((1, 17, 17, 512), found, strict=True):
+        q, k, v, g, beta, state = check.inputs_fn()
+        assert (check.case, k.shape[1]) == (fused_delta.case(k, v, g), T)
+    k, v, g = (mx.zeros((1, 9, *rest), mx.bfloat16) for rest in ((1, 32), (2, 5), (2,)))
+    assert ("fused_delta.step", fused_delta.case(k, v, g)) in asked
+    assert ("fused_delta.replay", fused_delta.case(k, v.astype(mx.float32), g)) in asked
+
+
+def test_the_dispatcher_takes_kernels_only_where_allowed_and_never_for_gradients(monkeypatch):
+    taken = []
+    monkeypatch.setattr(gated_delta, "step", lambda *arguments: taken.append("step") or (None, None, None))
+    monkeypatch.setattr(fused_delta, "replay", lambda *arguments: taken.append("replay"))
+    monkeypatch.setattr(verdicts, "allowed", lambda kernel, case: case == "float32 2/6 heads 32x13 few tokens")
+    arguments, *_ = kernel_arguments("scalar", 5)
+    gated_delta.gated_delta(*arguments)
+    gated_delta.replay(arguments[5], gated_delta.Tape(arguments[2], arguments[1], arguments[3]), 3)
+    assert taken == ["step", "replay"]
+    gated_delta.gated_delta(*arguments, differentiable=True)
+    gated_delta.gated_delta(*kernel_arguments("scalar", 18)[0])
+    gated_delta.gated_delta(*given(*drawn(tokens=5)))
+    assert taken == ["step", "replay"]
 
 
 def test_shapes_that_do_not_fit_are_named():

@@ -1,0 +1,324 @@
+"""The gated delta rule as one kernel, sequential over tokens with the state in registers; and the replay of a tape.
+
+R rows, T tokens, Hk key heads, Hv value heads, Dk and Dv head dimensions, n committed rows. The rule, and what the
+arguments are, stand in `gated_delta`. Both kernels write the state as S ← g S, then S ← S + δ k, each rounded once: so
+a replay of n tokens ends in the bits of a step over those n.
+"""
+
+import functools
+import typing
+
+import mlx.core as mx
+
+from kernels import plain_delta
+from kernels.plain_delta import Tape, make_tape
+from kernels.portable import SIMD, Kernel, scalar
+from kernels.verdicts import Check
+
+FEW, MANY = 17, 512  # tokens of the widest verify, and of a prompt to measure at
+TOLERANCE = {mx.float32: 5e-3, mx.bfloat16: 2e-2, mx.float16: 5e-3}  # TF32 in chunks' products; then roundings of y
+REPLAYED = 1e-6  # the same operations, one rounding fewer
+MOST_KEYS = 256  # Dk up to which a lane's share of the state and of a token stays in registers
+REPLAY_THREADS = 128  # assumed: each has 4 elements of the state and nothing to share
+
+HEADER = """
+// N elements side by side, loaded and stored at once: Dk is a multiple of 32, so they are aligned.
+template <typename T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack { T x[N]; };
+
+template <typename T, int N> HELPER Pack<T, N> load(DEVICE_IN(T) from) {
+  using Whole = Pack<T, N>;
+  return *(DEVICE_IN(Whole))from;
+}
+template <typename T, int N> HELPER void store(DEVICE_OUT(T) to, Pack<T, N> pack) {
+  using Whole = Pack<T, N>;
+  *(DEVICE_OUT(Whole))to = pack;
+}
+template <typename T, int N> HELPER void widen(Pack<T, N> pack, LANE_ARRAY(float) out) {
+  UNROLL
+  for (int c = 0; c < N; ++c) out[c] = F32(pack.x[c]);
+}
+// The first `count` of N numbers, by one lane of those that hold them all.
+template <typename T, int N> HELPER void write(DEVICE_OUT(T) to, LANE_ARRAY(const float) from, int count, int lane) {
+  UNROLL
+  for (int i = 0; i < N; ++i)
+    if (lane == 0 && i < count) to[i] = CAST(T, from[i]);
+}
+"""
+
+# LANES lanes hold ROWS value rows of the state, in packs that alternate between them. `next` is loaded while the token
+# before it is computed. Nothing waits for y, so its sum over the lanes comes one token late, beside the sum that δ
+# waits for.
+STEP = """
+  constexpr int PER = Dk / LANES, WIDE = PER % 8 ? 4 : 8, PACKS = PER / WIDE, STRIDE = WIDE * LANES;
+  constexpr int GATES = VECTOR ? Dk : 1, GATE_WIDE = VECTOR ? WIDE : 1, GATE_PACKS = VECTOR ? PACKS : 1;
+  const int h = GROUP_Y, r = GROUP_Z, own = h / (Hv / Hk), count = SCALAR(tokens), lane = LANE % LANES;
+  const int first = ((GROUP_X * SIMDGROUPS + SIMDGROUP) * (32 / LANES) + LANE / LANES) * ROWS, rows = Dv - first;
+  const long start = long(r) * count;  // tokens of the rows before this one
+  auto keys = k + (start * Hk + own) * Dk + WIDE * lane;
+  auto queries = q + (start * Hk + own) * Dk + WIDE * lane;
+  auto gates = g + (start * Hv + h) * GATES + (VECTOR ? WIDE * lane : 0);
+  auto values = v + (start * Hv + h) * Dv + first;
+  auto strengths = beta + start * Hv + h;
+  auto answers = y + (start * Hv + h) * Dv + first;
+  auto deltas = delta + (RECORD ? (start * Hv + h) * Dv + first : 0);
+  const long home = ((long(r) * Hv + h) * Dv + first) * Dk + WIDE * lane;  // in the state
+
+  float held[ROWS][PER], late[ROWS];
+  UNROLL
+  for (int i = 0; i < ROWS; ++i) {
+    late[i] = 0.0f;
+    UNROLL
+    for (int j = 0; j < PACKS; ++j)
+      if (i < rows) widen(load<float, WIDE>(state + home + i * Dk + j * STRIDE), held[i] + j * WIDE);
+  }
+
+  Pack<KeyT, WIDE> next_key[PACKS], next_query[PACKS];
+  Pack<GateT, GATE_WIDE> next_gate[GATE_PACKS];
+  float next_value[ROWS], next_strength = 0.0f;
+  int owed = -1;  // the token whose y is in `late`
+  for (int t = -1; t < count; ++t) {
+    float key[PER], query[PER], gate[GATE_PACKS * GATE_WIDE], value[ROWS], read[ROWS];
+    const float strength = next_strength;
+    if (t >= 0) {
+      UNROLL
+      for (int j = 0; j < PACKS; ++j) widen(next_key[j], key + j * WIDE), widen(next_query[j], query + j * WIDE);
+      UNROLL
+      for (int j = 0; j < GATE_PACKS; ++j) widen(next_gate[j], gate + j * GATE_WIDE);
+      UNROLL
+      for (int i = 0; i < ROWS; ++i) value[i] = next_value[i];
+    }
+    if (t + 1 < count) {
+      UNROLL
+      for (int j = 0; j < PACKS; ++j) {
+        next_key[j] = load<KeyT, WIDE>(keys + j * STRIDE);
+        next_query[j] = load<KeyT, WIDE>(queries + j * STRIDE);
+      }
+      UNROLL
+      for (int j = 0; j < GATE_PACKS; ++j) next_gate[j] = load<GateT, GATE_WIDE>(gates + j * STRIDE);
+      UNROLL
+      for (int i = 0; i < ROWS; ++i) next_value[i] = i < rows ? F32(values[i]) : 0.0f;
+      next_strength = F32(strengths[0]);
+      keys += Hk * Dk, queries += Hk * Dk, gates += Hv * GATES, values += Hv * Dv, strengths += Hv;
+    }
+    if (t < 0) continue;
+    const long place = long(t) * Hv * Dv;
+    if (MASKED && !mask[MASKED ? start + t : 0]) {  // alike for all lanes
+      for (int i = 0; i < ROWS; ++i) read[i] = 0.0f;
+      write<ValueT, ROWS>(answers + place, read, rows, lane);
+      if (RECORD) write<float, ROWS>(deltas + place, read, rows, lane);
+      continue;
+    }
+    UNROLL
+    for (int i = 0; i < ROWS; ++i) {
+      float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // four sums, so that they do not wait for each other
+      UNROLL
+      for (int e = 0; e < PER; ++e) {
+        held[i][e] = MUL(held[i][e], gate[VECTOR ? e : 0]);
+        part[e % 4] = FMA(held[i][e], key[e], part[e % 4]);
+      }
+      read[i] = (part[0] + part[1]) + (part[2] + part[3]);
+    }
+    UNROLL
+    for (int apart = LANES / 2; apart > 0; apart /= 2) {
+      UNROLL
+      for (int i = 0; i < ROWS; ++i) {
+        read[i] += SIMD_SHUFFLE_XOR(read[i], apart);
+        late[i] += SIMD_SHUFFLE_XOR(late[i], apart);
+      }
+    }
+    if (owed >= 0) write<ValueT, ROWS>(answers + long(owed) * Hv * Dv, late, rows, lane);
+    owed = t;
+    UNROLL
+    for (int i = 0; i < ROWS; ++i) {
+      float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+      read[i] = MUL(strength, value[i] - read[i]);  // δ
+      UNROLL
+      for (int e = 0; e < PER; ++e) {
+        held[i][e] = FMA(read[i], key[e], held[i][e]);
+        part[e % 4] = FMA(held[i][e], query[e], part[e % 4]);
+      }
+      late[i] = (part[0] + part[1]) + (part[2] + part[3]);
+    }
+    if (RECORD) write<float, ROWS>(deltas + place, read, rows, lane);
+  }
+
+  UNROLL
+  for (int apart = LANES / 2; apart > 0; apart /= 2) {
+    UNROLL
+    for (int i = 0; i < ROWS; ++i) late[i] += SIMD_SHUFFLE_XOR(late[i], apart);
+  }
+  if (owed >= 0) write<ValueT, ROWS>(answers + long(owed) * Hv * Dv, late, rows, lane);
+  UNROLL
+  for (int i = 0; i < ROWS; ++i) {
+    UNROLL
+    for (int j = 0; j < PACKS; ++j) {
+      Pack<float, WIDE> pack;
+      UNROLL
+      for (int c = 0; c < WIDE; ++c) pack.x[c] = held[i][j * WIDE + c];
+      if (i < rows) store(after + home + i * Dk + j * STRIDE, pack);
+    }
+  }
+"""
+
+# One thread for 4 elements of the state.
+REPLAY = """
+  const int h = GROUP_Y, r = GROUP_Z, at = (GROUP_X * THREADS + THREAD) * 4, row = at / Dk, count = SCALAR(tokens);
+  if (row >= Dv) return;
+  const long start = long(r) * count, home = (long(r) * Hv + h) * Dv * Dk + at;
+  auto keys = k + (start * Hk + h / (Hv / Hk)) * Dk + at % Dk;
+  auto gates = g + (start * Hv + h) * (VECTOR ? Dk : 1) + (VECTOR ? at % Dk : 0);
+  auto deltas = delta + (start * Hv + h) * Dv + row;
+  float held[4], key[4], gate[4];
+  widen(load<float, 4>(state + home), held);
+  const int kept = n[EACH ? r : 0];
+  for (int t = 0; t < kept; ++t) {
+    widen(load<KeyT, 4>(keys), key);
+    widen(load<GateT, VECTOR ? 4 : 1>(gates), gate);
+    UNROLL
+    for (int c = 0; c < 4; ++c) held[c] = FMA(deltas[0], key[c], MUL(held[c], gate[VECTOR ? c : 0]));
+    keys += Hk * Dk, gates += Hv * (VECTOR ? Dk : 1), deltas += Hv * Dv;
+  }
+  Pack<float, 4> pack;
+  UNROLL
+  for (int c = 0; c < 4; ++c) pack.x[c] = held[c];
+  store(after + home, pack);
+"""
+
+step_kernel = Kernel(
+    "gated_delta_step",
+    inputs=("q", "k", "v", "g", "beta", "mask", "state"),
+    scalars=("tokens",),
+    outputs=("y", "after", "delta"),
+    header=HEADER,
+    body=STEP,
+)
+replay_kernel = Kernel(
+    "gated_delta_replay",
+    inputs=("state", "delta", "k", "g", "n"),
+    scalars=("tokens",),
+    outputs=("after",),
+    header=HEADER,
+    body=REPLAY,
+)
+
+
+class Layout(typing.NamedTuple):
+    """How the step kernel lays a head's Dv value rows over threads; any of them is right, one is fastest."""
+
+    lanes: int = 8  # that share a value row: 4, 8, or 16 where Dk is a multiple of 64
+    rows: int = 2  # value rows that the same lanes hold, reading keys and queries once
+    simdgroups: int = 4  # of a threadgroup
+
+
+LAYOUT = Layout()  # assumed
+
+
+def case(k, v, g):
+    """What a verdict on these kernels holds for: dtype of keys, heads, head dimensions, and how many tokens."""
+    (T, Hk, Dk), (Hv, Dv) = k.shape[1:], v.shape[2:]
+    count = "one token" if T == 1 else "few tokens" if T <= FEW else "many tokens"
+    gates = " vector gates" if g.ndim == 4 else ""
+    return f"{str(k.dtype).removeprefix('mlx.core.')} {Hk}/{Hv} heads {Dk}x{Dv} {count}{gates}"
+
+
+def serves(k):
+    """Whether the kernels know keys [R,T,Hk,Dk] of this size."""
+    return k.shape[-1] % SIMD == 0 and k.shape[-1] <= MOST_KEYS
+
+
+def step(q, k, v, g, beta, state=None, mask=None, record=False, build=None, layout=LAYOUT):
+    """The rule over T tokens in one launch. Arguments and results as `gated_delta.gated_delta`, for keys it `serves`.
+
+    build   as `portable.Kernel` takes it;  layout  how threads share the work
+    """
+    R, T, Hv, Dv = v.shape
+    Hk, Dk = k.shape[2:]
+    lanes, rows, simdgroups = layout
+    template = {"KeyT": k.dtype, "ValueT": v.dtype, "GateT": g.dtype, "Hk": Hk, "Hv": Hv, "Dk": Dk, "Dv": Dv}
+    template |= {"LANES": lanes, "ROWS": rows, "SIMDGROUPS": simdgroups}
+    template |= {"VECTOR": g.ndim == 4, "MASKED": mask is not None, "RECORD": record}
+    mask_given = everyone() if mask is None else mask
+    state_given = mx.zeros((R, Hv, Dv, Dk)) if state is None else state
+    y, after, delta = step_kernel(
+        [q.astype(k.dtype), k, v, g, beta, mask_given, state_given],
+        scalars=[T],
+        template=template,
+        groups=(-(-Dv // (SIMD // lanes * rows * simdgroups)), Hv, R),
+        threads=(SIMD * simdgroups, 1, 1),
+        shapes=[v.shape, (R, Hv, Dv, Dk), v.shape if record else (1,)],
+        dtypes=[v.dtype, mx.float32, mx.float32],
+        build=build,
+    )
+    return y, after, make_tape(delta, k, g, mask) if record else None
+
+
+def replay(state, tape, n, build=None):
+    """The state after the first n rows of a tape, in one launch. Arguments as `gated_delta.replay`."""
+    R, T, Hv, Dv = tape.delta.shape
+    Hk, Dk = tape.k.shape[2:]
+    n = scalar(n)
+    template = {"KeyT": tape.k.dtype, "GateT": tape.g.dtype, "Hk": Hk, "Hv": Hv, "Dk": Dk, "Dv": Dv}
+    template |= {"THREADS": REPLAY_THREADS, "VECTOR": tape.g.ndim == 4, "EACH": n.size > 1}
+    return replay_kernel(
+        [mx.zeros((R, Hv, Dv, Dk)) if state is None else state, tape.delta, tape.k, tape.g, n],
+        scalars=[T],
+        template=template,
+        groups=(-(-Dv * Dk // (4 * REPLAY_THREADS)), Hv, R),
+        threads=(REPLAY_THREADS, 1, 1),
+        shapes=[(R, Hv, Dv, Dk)],
+        dtypes=[mx.float32],
+        build=build,
+    )[0]
+
+
+@functools.cache
+def everyone():
+    """What stands for a mask that is not there; the kernel does not read it."""
+    return mx.array([True])
+
+
+# --- how they are measured
+
+
+def checks(dims):
+    """The Checks of `step` and `replay` against plain operations, for the gated-delta layers of a model."""
+    dtype, found = getattr(mx, dims["dtype"]), []
+    for Hk, Hv, Dk, Dv, _ in dims["delta"]:
+        for T in (1, FEW, MANY):
+            draw = functools.partial(drawn, T, Hk, Hv, Dk, Dv, dtype)
+            _, k, v, g, _, _ = draw()
+            name = case(k, v, g)
+            if serves(k):
+                found.append(Check("fused_delta.step", name, by_step, by_plain_step, draw, TOLERANCE[dtype]))
+            if serves(k) and 1 < T <= FEW:
+                found.append(Check("fused_delta.replay", name, by_replay, by_plain_replay, draw, REPLAYED))
+    return found
+
+
+def drawn(T, Hk, Hv, Dk, Dv, dtype):
+    """Random (q, k, v, g, beta, state) for one row: unit keys, gates from 0.8 to 1."""
+    q, k, v = (mx.random.normal((1, T, *heads)) for heads in ((Hk, Dk), (Hk, Dk), (Hv, Dv)))
+    k = k / mx.linalg.norm(k, axis=-1, keepdims=True)
+    g, beta = mx.random.uniform(0.8, 1, (1, T, Hv)), mx.random.uniform(0, 1, (1, T, Hv))
+    q, k, v, beta = (value.astype(dtype) for value in (q / Dk**0.5, k, v, beta))
+    return q, k, v, g, beta, mx.random.normal((1, Hv, Dv, Dk))
+
+
+def by_step(*arrays):
+    """y and state through the kernel."""
+    return step(*arrays)[:2]
+
+
+def by_plain_step(*arrays):
+    """y and state through what serves without it."""
+    return plain_delta.run(*arrays)[:2]
+
+
+def by_replay(q, k, v, g, beta, state):
+    """Half the rows of a tape, v standing for δ."""
+    return replay(state, Tape(v.astype(mx.float32), k, g), v.shape[1] // 2)
+
+
+def by_plain_replay(q, k, v, g, beta, state):
+    """The same in plain operations."""
+    return plain_delta.replay(state, Tape(v.astype(mx.float32), k, g), v.shape[1] // 2)
