@@ -1,11 +1,19 @@
-"""Attention of draft blocks: each block's rows against a shared context and against their own block.
+"""Attention of block rows against a context and against their own block: many blocks in training, one in a verify.
 
-R rows, T context rows, N blocks, B block, H query heads, G key/value heads, d head dimension. Arrays in, arrays out.
-The context half and the block half are scored apart and share one softmax, so the work is T+B keys a query, never the
-N·B keys of a dense mask over all blocks.
+R rows, T context rows, N blocks, B block, H query heads, G key/value heads, d head dimension, W rows of a verify, L rows
+of a cache's buffer. Arrays in, arrays out. The context half and the block half are scored apart and share one softmax,
+so the work is T+B keys a query, never the N·B keys of a dense mask over all blocks, and in a verify the new rows need
+not be in the cache yet.
 """
 
+import functools
+
 import mlx.core as mx
+
+from kernels.portable import Kernel
+
+MOST_PARTS = 65  # of a context, each the work of a simdgroup for 16 rows (assumed: fills an H200 at four heads)
+LEAST_KEYS = 32  # of a part, two steps of 16 (assumed)
 
 
 def attend(queries, context_keys, context_values, block_keys, block_values, context_seen, block_seen, scale):
@@ -40,3 +48,242 @@ def attend(queries, context_keys, context_values, block_keys, block_values, cont
 def hide(scores, seen):
     """Scores where `seen`, the dtype's most negative number elsewhere."""
     return mx.where(seen, scores, mx.finfo(scores.dtype).min)
+
+
+def attend_rows(queries, keys, values, length, part, block_keys, block_values, scale, gate=None, build=None):
+    """Softmax attention of the W rows of a verify: each sees a cache's rows and its own block up to itself.
+
+    queries      [1,H,W,d]      H·W/G rows share a key/value head and are scored together
+    keys, values [1,G,L,d]      a cache's buffers, of which the first `length` (int32, one element) rows count
+    part         int32, one element: `keys_of_a_part(length)`, the keys that one simdgroup takes
+    block_keys, block_values    [1,G,W,d], the rows' own
+    scale        float          multiplies the scores
+    gate         [1,W,H,2,d]    a gated query projection: the answer is multiplied by the sigmoid of its second half
+    The keys are split by their position, and the parts' softmaxes merged by their log-sum-exp. So a row's answer is the
+    same bit for bit whether a key before it comes from the cache or from the block, whatever W is, at equal `part`.
+    Scores and sums are float32, weights rounded to the queries' dtype before they meet the values. Returns [1,W,H·d].
+    """
+    _, H, W, d = queries.shape
+    G, L = keys.shape[1:3]
+    rows = H // G * W
+    tiles = -(-rows // 16)
+    sizes = {"T": queries.dtype, "D": d, "WIDTH": W, "ROWS": rows, "TILED": tiles * 16, "GROUPS": G}
+    answers, stats = PARTS(
+        [queries, keys, values, block_keys, block_values, mx.array([scale], mx.float32)],
+        scalars=[length, L, part],
+        template=sizes,
+        groups=(MOST_PARTS, tiles, G),
+        threads=(32, 1, 1),
+        shapes=[(MOST_PARTS, G, tiles * 16, d), (MOST_PARTS, G, tiles * 16, 2)],
+        dtypes=[mx.float32, mx.float32],
+        build=build,
+    )
+    return merge(gate is not None)(
+        [answers, stats, *([] if gate is None else [gate])],
+        scalars=[length, part],
+        template={**sizes, "HEADS": H, "SHARE": H // G, "PARTS": -(-MOST_PARTS // 32)},
+        groups=(H, W, 1),
+        threads=(32, 1, 1),
+        shapes=[(1, W, H * d)],
+        dtypes=[queries.dtype],
+        build=build,
+    )[0]
+
+
+def keys_of_a_part(length):
+    """Keys of one part for a context of `length` rows: at most MOST_PARTS parts, also with a block of 32 rows more."""
+    part = LEAST_KEYS
+    while part * (MOST_PARTS - 1) < length + 32:
+        part *= 2
+    return part
+
+
+def serves_rows(queries, keys):
+    """Whether the kernel can take these: one sequence, 16-bit, a head dimension in whole tiles."""
+    return queries.shape[0] == 1 and queries.dtype in (mx.bfloat16, mx.float16) and queries.shape[-1] in (64, 128, 256) and (
+        keys.dtype == queries.dtype
+    )  # fmt: skip
+
+
+def attend_rows_reference(queries, keys, values, length, block_keys, block_values, scale, gate=None):
+    """`attend_rows` in plain operations."""
+    _, H, W, d = queries.shape
+    L = keys.shape[2]
+    context = mx.broadcast_to(mx.arange(L)[None] < length, (W, L))
+    seen = mx.concatenate([context, mx.arange(W)[:, None] >= mx.arange(W)[None]], axis=1)
+    keys, values = (mx.concatenate(both, axis=2) for both in ((keys, block_keys), (values, block_values)))
+    answer = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=seen)
+    answer = answer.swapaxes(1, 2).reshape(1, W, H * d)
+    return answer if gate is None else answer * mx.sigmoid(gate[..., 1, :].reshape(1, W, H * d))
+
+
+# A simdgroup scores 16 query rows against 16 keys at a time: S = Q Kᵀ and O = P V on MMA tiles, with a running maximum.
+# A row that sees no key of a part gets no number there, and the merge does not look at it.
+# For V, column g of tile j is element 8g + j of 64, so that a lane's 16-byte loads hold its columns of eight tiles.
+PARTS = Kernel(
+    "attend_rows",
+    inputs=["queries", "keys", "values", "block_keys", "block_values", "scale"],
+    scalars=["length", "rows", "part"],
+    outputs=["answers", "stats"],
+    body="""
+  const int g = LANE / 4, t = LANE % 4, head = GROUP_Z, first = GROUP_Y * 16;
+  const int held = SCALAR(length), begin = GROUP_X * SCALAR(part), last = begin + SCALAR(part);
+  const int end = held + WIDTH < last ? held + WIDTH : last;
+  if (begin >= end) return;
+  auto K = keys + (long)head * SCALAR(rows) * D, V = values + (long)head * SCALAR(rows) * D;
+  auto own_K = block_keys + head * WIDTH * D, own_V = block_values + head * WIDTH * D;
+  const float factor = scale[0];
+
+  int row[2];
+  Words q[2][D / 32];
+  UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const int at = first + g + half * 8;
+    row[half] = at < ROWS ? at : ROWS - 1;
+    UNROLL
+    for (int c = 0; c < D / 32; ++c) q[half][c] = LOAD16(queries + (head * ROWS + row[half]) * D + c * 32 + t * 8);
+  }
+  float highest[2] = {-INF, -INF}, sum[2] = {0.0f, 0.0f}, out[D / 8][4] = {};
+
+  for (int key = begin; key < end; key += 16) {
+    float scores[2][4] = {};
+    UNROLL
+    for (int c = 0; c < D / 32; ++c) {
+      unsigned left[4] = {q[0][c].w[0], q[1][c].w[0], q[0][c].w[1], q[1][c].w[1]};
+      unsigned right[4] = {q[0][c].w[2], q[1][c].w[2], q[0][c].w[3], q[1][c].w[3]};
+      UNROLL
+      for (int j = 0; j < 2; ++j) {
+        const int at = key + j * 8 + g < end ? key + j * 8 + g : end - 1;
+        const Words k = LOAD16((at < held ? K + (long)at * D : own_K + (at - held) * D) + c * 32 + t * 8);
+        unsigned front[2] = {k.w[0], k.w[1]}, back[2] = {k.w[2], k.w[3]};
+        MMA_16x8x16(T, scores[j], left, front);
+        MMA_16x8x16(T, scores[j], right, back);
+      }
+    }
+    unsigned weights[4];
+    UNROLL
+    for (int half = 0; half < 2; ++half) {
+      float top = highest[half], p[4];
+      UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const int at = key + i / 2 * 8 + 2 * t + i % 2;
+        const bool seen = at < end && at <= held + row[half] % WIDTH;
+        p[i] = seen ? scores[i / 2][half * 2 + i % 2] * factor : -INF;
+        top = p[i] > top ? p[i] : top;
+      }
+      float other = SIMD_SHUFFLE_XOR(top, 1);
+      top = other > top ? other : top;
+      other = SIMD_SHUFFLE_XOR(top, 2);
+      top = other > top ? other : top;
+      const float fade = EXP(highest[half] - top);
+      highest[half] = top;
+      sum[half] *= fade;
+      UNROLL
+      for (int i = 0; i < 4; ++i) {
+        p[i] = EXP(p[i] - top);
+        sum[half] += p[i];
+      }
+      UNROLL
+      for (int i = 0; i < D / 8; ++i) {
+        out[i][half * 2] *= fade;
+        out[i][half * 2 + 1] *= fade;
+      }
+      weights[half] = PACK(T, p[0], p[1]);
+      weights[half + 2] = PACK(T, p[2], p[3]);
+    }
+    UNROLL
+    for (int base = 0; base < D / 64; ++base) {
+      Words v[4];
+      UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const int at = key + 2 * t + i % 2 + i / 2 * 8;
+        const int place = at < end ? at : end - 1;
+        v[i] = LOAD16((place < held ? V + (long)place * D : own_V + (place - held) * D) + base * 64 + g * 8);
+      }
+      UNROLL
+      for (int j = 0; j < 8; ++j) {
+        unsigned pair[2];
+        UNROLL
+        for (int i = 0; i < 2; ++i) {
+          const unsigned above = v[2 * i].w[j / 2], below = v[2 * i + 1].w[j / 2];
+          pair[i] = j % 2 ? (above >> 16) | (below & 0xffff0000u) : (above & 0xffffu) | (below << 16);
+        }
+        MMA_16x8x16(T, out[base * 8 + j], weights, pair);
+      }
+    }
+  }
+  UNROLL
+  for (int half = 0; half < 2; ++half) {
+    float total = sum[half];
+    total += SIMD_SHUFFLE_XOR(total, 1);
+    total += SIMD_SHUFFLE_XOR(total, 2);
+    const long at = ((long)GROUP_X * GROUPS + head) * TILED + first + g + half * 8;
+    if (t == 0) {
+      stats[at * 2] = highest[half];
+      stats[at * 2 + 1] = total;
+    }
+    UNROLL
+    for (int i = 0; i < D / 8; ++i) {
+      UNROLL
+      for (int side = 0; side < 2; ++side)
+        answers[at * D + i / 8 * 64 + (2 * t + side) * 8 + i % 8] = out[i][half * 2 + side];
+    }
+  }
+""",
+)
+
+
+@functools.cache
+def merge(gated):
+    """The kernel that merges the parts' answers by their maxima and sums, and applies the gate."""
+    return Kernel(
+        "merge_rows" + ("_gated" if gated else ""),
+        inputs=["answers", "stats", *(["gate"] if gated else [])],
+        scalars=["length", "part"],
+        outputs=["y"],
+        body="""
+  const int head = GROUP_X, w = GROUP_Y;
+  const int row = head % SHARE * WIDTH + w, groups = HEADS / SHARE;
+  const int used = (SCALAR(length) + w) / SCALAR(part) + 1;
+  auto stat = stats + (head / SHARE * TILED + row) * 2;
+  float top = -INF, share[PARTS];
+  UNROLL
+  for (int i = 0; i < PARTS; ++i) {
+    const int number = i * 32 + LANE;
+    share[i] = number < used ? stat[(long)number * groups * TILED * 2] : -INF;
+    top = share[i] > top ? share[i] : top;
+  }
+  top = SIMD_MAX(top);
+  float total = 0.0f, out[D / 32] = {};
+  UNROLL
+  for (int i = 0; i < PARTS; ++i) {
+    const int number = i * 32 + LANE;
+    share[i] = EXP(share[i] - top);
+    if (number < used) total += share[i] * stat[(long)number * groups * TILED * 2 + 1];
+  }
+  total = SIMD_SUM(total);
+  auto answer = answers + ((long)(head / SHARE) * TILED + row) * D + LANE;
+  UNROLL
+  for (int i = 0; i < PARTS; ++i) {
+    for (int at = 0; at < 32 && i * 32 + at < used; ++at) {
+      const float weight = SIMD_SHUFFLE(share[i], at);
+      UNROLL
+      for (int c = 0; c < D / 32; ++c)
+        out[c] = FMA(weight, answer[(long)(i * 32 + at) * groups * TILED * D + c * 32], out[c]);
+    }
+  }
+  UNROLL
+  for (int c = 0; c < D / 32; ++c) {
+    const int place = (w * HEADS + head) * D + c * 32 + LANE;
+    const float value = F32(CAST(T, out[c] / total));
+"""
+        + (
+            """
+    const float opening = F32(gate[((w * HEADS + head) * 2 + 1) * D + c * 32 + LANE]);
+    y[place] = CAST(T, value * F32(CAST(T, 1.0f / (1.0f + EXP(-opening)))));
+"""
+            if gated
+            else "    y[place] = CAST(T, value);\n"
+        )
+        + "  }\n",
+    )

@@ -146,7 +146,8 @@ DENSE_STREAM = """
     UNROLL
     for (int u = 0; u < LOADS; ++u) {
       const Words low = now[2 * u], high = now[2 * u + 1];
-      unsigned left[4] = {low.w[0], high.w[0], low.w[1], high.w[1]}, right[4] = {low.w[2], high.w[2], low.w[3], high.w[3]};
+      unsigned left[4] = {low.w[0], high.w[0], low.w[1], high.w[1]};
+      unsigned right[4] = {low.w[2], high.w[2], low.w[3], high.w[3]};
       UNROLL
       for (int i = 0; i < TILES; ++i) {
         Words row = none;
@@ -178,18 +179,20 @@ QUANTISED_STREAM = """
       high_next = load_values<BITS>(upper + (chunk + SIMDGROUPS) * 2 * BITS);
     }
     const int group = (chunk * 64 + t * 16) / GROUP;
-    const float low_scale = F32(scales[(long)low_row * GROUPS + group]), low_bias = F32(biases[(long)low_row * GROUPS + group]);
-    const float high_scale = F32(second_scales[(long)high_row * GROUPS + group]);
-    const float high_bias = F32(second_biases[(long)high_row * GROUPS + group]);
+    const long low_at = (long)low_row * GROUPS + group, high_at = (long)high_row * GROUPS + group;
+    const float low_scale = F32(scales[low_at]), low_bias = F32(biases[low_at]);
+    const float high_scale = F32(second_scales[high_at]), high_bias = F32(second_biases[high_at]);
     UNROLL
     for (int step = 0; step < 4; ++step) {
       unsigned tile_words[4];
       UNROLL
       for (int part = 0; part < 2; ++part) {
         const int at = step * 4 + part * 2;
-        tile_words[2 * part] = PACK(T, value_of<BITS>(low, at, low_scale, low_bias), value_of<BITS>(low, at + 1, low_scale, low_bias));
-        tile_words[2 * part + 1] =
-            PACK(T, value_of<BITS>(high, at, high_scale, high_bias), value_of<BITS>(high, at + 1, high_scale, high_bias));
+        const float a = value_of<BITS>(low, at, low_scale, low_bias), b = value_of<BITS>(low, at + 1, low_scale, low_bias);
+        const float c = value_of<BITS>(high, at, high_scale, high_bias);
+        const float d = value_of<BITS>(high, at + 1, high_scale, high_bias);
+        tile_words[2 * part] = PACK(T, a, b);
+        tile_words[2 * part + 1] = PACK(T, c, d);
       }
       UNROLL
       for (int i = 0; i < TILES; ++i) {
@@ -225,7 +228,8 @@ CLOSING = """
 STORE = {
     "plain": "out[place] = CAST(T, value);",
     "residual": "out[place] = CAST(T, F32(CAST(T, value)) + F32(residual[place]));",
-    "gated": """const float gate = F32(CAST(T, value)), up = F32(CAST(T, (total<SIMDGROUPS, TILES>(parts, row, column + 8))));
+    "gated": """const float gate = F32(CAST(T, value));
+      const float up = F32(CAST(T, (total<SIMDGROUPS, TILES>(parts, row, column + 8))));
       const float sigmoid = F32(CAST(T, 1.0f / (1.0f + EXP(-gate))));
       out[place] = CAST(T, F32(CAST(T, gate * sigmoid)) * up);""",
 }

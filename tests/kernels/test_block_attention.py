@@ -118,3 +118,70 @@ def test_gradients_are_the_loops_finite_differences(arrays, masks, name):
             moved[name][at] += sign * step
             ends.append((by_loop(moved, *masks) * cotangent).sum())
         assert gradient[at] == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=2e-5)
+
+
+ROWS = [(6, 2, 5, 64, 80, 70), (4, 1, 1, 128, 40, 0), (4, 2, 17, 64, 1200, 1111), (4, 1, 9, 256, 48, 33)]
+
+
+def drawn_rows(H, G, W, d, L, dtype):
+    keys = mx.random.split(mx.random.key(5), 6)
+    shapes = [(1, H, W, d), (1, G, L, d), (1, G, L, d), (1, G, W, d), (1, G, W, d), (1, W, H, 2, d)]
+    return [mx.random.normal(shape, key=key).astype(dtype) for shape, key in zip(shapes, keys, strict=True)]
+
+
+def attended(q, k, v, length, own_k, own_v, scale, gate):
+    """The same by a float64 loop over heads and rows, the gate a sigmoid."""
+    q, k, v, own_k, own_v, gate = (np.array(x.astype(mx.float32), np.float64) for x in (q, k, v, own_k, own_v, gate))
+    _, H, W, d = q.shape
+    out = np.zeros((1, W, H * d))
+    for h in range(H):
+        group = h // (H // k.shape[1])
+        for w in range(W):
+            rows = np.concatenate([k[0, group, :length], own_k[0, group, : w + 1]])
+            values = np.concatenate([v[0, group, :length], own_v[0, group, : w + 1]])
+            weights = np.exp(scale * rows @ q[0, h, w])
+            answer = weights @ values / weights.sum()
+            out[0, w, h * d : (h + 1) * d] = answer / (1 + np.exp(-gate[0, w, h, 1]))
+    return out
+
+
+@pytest.mark.parametrize(("H", "G", "W", "d", "L", "length"), ROWS)
+def test_verify_rows_see_the_cache_and_their_block_up_to_themselves(H, G, W, d, L, length):
+    q, k, v, own_k, own_v, gate = drawn_rows(H, G, W, d, L, mx.bfloat16)
+    k[:, :, length:] = v[:, :, length:] = mx.nan  # what lies in the buffer past its length must not count
+    scale = d**-0.5
+    expected = attended(q, k, v, length, own_k, own_v, scale, gate)
+    part = mx.array(block_attention.keys_of_a_part(length))
+    arguments = (q, k, v, mx.array(length), part, own_k, own_v, scale, gate)
+    found = block_attention.attend_rows(*arguments, build="host")
+    # weights and answers round to bfloat16: 2^-9 of the largest value each, and their errors add up over the keys
+    np.testing.assert_allclose(
+        np.array(found.astype(mx.float32)), expected, atol=2.0**-8 * np.abs(expected).max(), rtol=2.0**-7
+    )
+
+
+def test_the_plain_route_gives_the_same_in_float32():
+    H, G, W, d, L, length = ROWS[0]
+    q, k, v, own_k, own_v, gate = drawn_rows(H, G, W, d, L, mx.float32)
+    found = block_attention.attend_rows_reference(q, k, v, mx.array(length), own_k, own_v, 0.2, gate)
+    np.testing.assert_allclose(found, attended(q, k, v, length, own_k, own_v, 0.2, gate), atol=2e-6)
+
+
+@pytest.mark.parametrize("w", [0, 3, 8])
+def test_a_verify_rows_answer_is_that_of_the_same_row_alone_bit_for_bit(w):
+    H, G, W, d, L, length = 4, 2, 9, 64, 160, 100
+    q, k, v, own_k, own_v, gate = drawn_rows(H, G, W, d, L, mx.bfloat16)
+    part = mx.array(32)
+    wide = block_attention.attend_rows(q, k, v, mx.array(length), part, own_k, own_v, 0.1, gate, build="host")
+    end = length + w
+    k[:, :, length:end], v[:, :, length:end] = own_k[:, :, :w], own_v[:, :, :w]
+    row = (q[:, :, w : w + 1], k, v, mx.array(end), part, own_k[:, :, w : w + 1], own_v[:, :, w : w + 1], 0.1)
+    alone = block_attention.attend_rows(*row, gate[:, w : w + 1], build="host")
+    assert mx.array_equal(wide[:, w], alone[:, 0])
+
+
+@pytest.mark.parametrize("length", [0, 1, 2015, 2016, 5000, 40000, 131072])
+def test_a_context_of_any_length_has_parts_enough(length):
+    part = block_attention.keys_of_a_part(length)
+    assert part * block_attention.MOST_PARTS >= length + 32
+    assert part % 16 == 0

@@ -120,7 +120,7 @@ def test_quantised_weights_join_gate_and_take_a_residual():
         (draw(3, 72), [draw(16, 72)]),
         (draw(3, 64), [draw(16, 64)] * 5),
         (draw(3, 192), [quantise(draw(16, 192), bits=6, group_size=64)]),
-        (draw(3, 128), [quantise(draw(16, 128), bits=4, group_size=64), quantise(draw(16, 128), bits=8, group_size=64)]),
+        (draw(3, 128), [quantise(draw(16, 128), bits=bits, group_size=64) for bits in (4, 8)]),
     ],
 )  # fmt: skip
 def test_what_the_kernel_cannot_take_is_not_served(x, weights):
