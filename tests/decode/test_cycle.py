@@ -104,6 +104,19 @@ def test_a_random_mixture_leaves_the_text_as_it_is(tiny_target, prompt, answer, 
         assert len({record.accepted for record in records}) > 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("block_size", [2, 4, 8, 16])
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
+def test_twenty_texts_of_a_hybrid_survive_adversarial_proposals(tiny_target, kind, block_size):
+    target = tiny_target(kind)
+    for seed in range(20):
+        given = np.random.default_rng(seed).integers(5, 300, 3 + 7 * seed).tolist()
+        with hybrid.detached(target.model) as model:
+            expected = greedy_stepwise(model, given, 128, make_prompt_cache(model))
+        for proposer in (right_until(given + expected, seed % block_size), mixture(given + expected, seed)):
+            assert run(target, given, proposer, block_size, max_tokens=128)[0] == expected
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_lookup_and_a_drafter_leave_the_text_as_it_is(tiny_target, tiny_drafter, prompt, answer, kind):
     target = tiny_target(kind)

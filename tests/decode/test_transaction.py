@@ -5,6 +5,7 @@ time. What is compared is logical: rows in temporal order, offset, states, and t
 """
 
 import copy
+import functools
 import warnings
 
 import mlx.core as mx
@@ -23,10 +24,12 @@ from mlx_lm.utils import load_model
 import tiny
 from decode.transaction import Transaction, TransactionError
 from drafter import hybrid
+from kernels import causal_conv, gated_delta
 from oracles import assert_same_caches
 
 FLOAT32 = 2e-5  # wide and narrow products round differently; logits here are of order 10
 RECURRENT = 5e-5  # states and logits of order 5 after a chunked prefill, and steps whose sums come in another order
+REPLAY = 2e-6  # of the largest state value: float32 sums of the same rows
 QUANTISED = 2e-2  # a rounding difference may move a stored code by one step of 1/255 of a group's range
 WINDOW = 11
 PROMPTS = (3, 10, 11, 12, 30)  # well inside, about to fill, full, over and well over the window
@@ -142,6 +145,50 @@ def test_recurrent_states_are_committed_for_every_n_and_width(hybrids, kind, pro
     one_by_one(model, start, ids(prompt, prompt) if prompt else [])
     everything = kind == "qwen3_5" and prompt == 30
     for rows in range(1, 18) if everything else (1, 3, 6, 17):
+        check_every_commit(model, start, rows, RECURRENT)
+
+
+def test_in_bfloat16_a_commit_equals_a_forward_as_wide_whose_other_rows_are_masked(tmp_path):
+    """Products of other widths round otherwise, by 2^-8 a layer; of the same width they do not, so this bound is tight:
+    the replay's order of float32 sums. The oracle takes no row back: mlx-lm's `lengths` keep the last ones out."""
+    model = load_model(tiny.folder("qwen3_5", tmp_path))[0]
+    model.set_dtype(mx.bfloat16)
+    hybrid.attach(model)
+    start, tokens = hybrid.make_cache(model), ids(4, 9)
+    feed(model, start, ids(3, 21))
+    for n in range(1, 9):
+        cache, oracle = copy.deepcopy(start), copy.deepcopy(start)
+        transaction = Transaction(cache, None)
+        transaction.begin(9)
+        feed(model, cache, tokens)
+        transaction.commit(n)
+        masked = [entry for entry in oracle if isinstance(entry, ArraysCache)]
+        for entry in masked:
+            entry.prepare(lengths=[n])
+        feed(model, oracle, tokens)
+        for mine, theirs in zip([entry for entry in cache if isinstance(entry, ArraysCache)], masked, strict=True):
+            assert mx.array_equal(mine[0], theirs[0])
+            assert mx.abs(mine[1] - theirs[1]).max().item() <= REPLAY * mx.abs(theirs[1]).max().item()
+
+
+@pytest.fixture
+def through_host(monkeypatch):
+    """Recurrent layers and their replay run the kernels' own bodies, in the host build."""
+
+    def rule(*arrays, record, differentiable):
+        return gated_delta.step(*arrays, record=record, build="host")
+
+    monkeypatch.setattr(hybrid, "gated_delta", rule)
+    monkeypatch.setattr(hybrid, "replay", functools.partial(gated_delta.replay, build="host"))
+    monkeypatch.setattr(hybrid, "causal_conv", functools.partial(causal_conv.causal_conv, build="host"))
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_the_kernels_own_bodies_commit_the_same_states(hybrids, kind, through_host):
+    model = hybrids[kind]
+    start = hybrid.make_cache(model)
+    feed(model, start, ids(21, 21))
+    for rows in (1, 5):
         check_every_commit(model, start, rows, RECURRENT)
 
 

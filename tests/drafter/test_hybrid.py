@@ -6,6 +6,7 @@ but the layer's weights. R rows, T tokens.
 
 import contextlib
 import copy
+import functools
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,10 +22,12 @@ import tiny
 from drafter import fingerprint, hybrid, packed
 from drafter import target as targets
 from drafter.hybrid import RecurrentCache
+from kernels import gated_delta, plain_delta
 
 KINDS = {"qwen3_5": qwen3_5.GatedDeltaNet, "qwen3_next": qwen3_next.Qwen3NextGatedDeltaNet}
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest value: other orders of sums; 2^-8 and a few roundings
 GRADIENT = 1e-4  # of a parameter's largest gradient, float32: through 23 steps and five layers
+REPLAY = 2e-6  # of the largest state value: chunks sum in another order than the loop
 WIDTH = 3  # K−1 rows of convolution state
 
 
@@ -332,6 +335,37 @@ def test_keep_minds_padding_and_lengths_row_by_row(model, padding, lengths):
         if n:
             layer(x[:, :n], expected.make_mask(n), expected)
         close_states(cache, expected)
+
+
+def drawn(T):
+    """q, k, v, g, beta of T tokens: two rows, three value heads over one key head, Dk 32, Dv 5; one gate is a reset."""
+    keys = mx.random.split(mx.random.key(T), 5)
+    q, k = (mx.random.normal((2, T, 1, 32), key=key) / 32**0.5 for key in keys[:2])
+    g, beta = (mx.random.uniform(0.1, 1.0, (2, T, 3), key=key) for key in keys[2:4])
+    g = mx.where(mx.arange(T)[:, None] == 4, 0, g)
+    return q, k, mx.random.normal((2, T, 3, 5), key=keys[4]), g, beta
+
+
+@pytest.mark.parametrize("build", [None, "host"])
+def test_keep_is_the_serial_rule_on_the_same_inputs_for_every_n_and_width(build, monkeypatch):
+    """Bit for bit where one body serves both: the kernel, and the loop up to 16 rows, past which chunks record."""
+    monkeypatch.setattr(hybrid, "replay", functools.partial(gated_delta.replay, build=build))
+    rule = functools.partial(gated_delta.step, build=build) if build else gated_delta.gated_delta
+    start = [mx.random.normal((2, WIDTH, 7), key=mx.random.key(1)), mx.random.normal((2, 3, 5, 32))]
+    for T in range(1, 18):
+        inputs, window = drawn(T), mx.random.normal((2, WIDTH + T, 7), key=mx.random.key(T))
+        tape = rule(*inputs, start[1], record=True)[2]
+        for n in range(T):
+            cache = RecurrentCache(2)
+            cache.cache = [*start]
+            cache.arm()
+            cache.record(tape, window)
+            cache.cache = [None, None]  # what T rows leave is not what is asked for
+            cache.keep(n)
+            expected = rule(*(value[:, :n] for value in inputs), start[1])[1] if n else start[1]
+            assert mx.array_equal(cache[0], window[:, n : n + WIDTH] if n else start[0])
+            bound = 0 if build or T <= plain_delta.LOOP else REPLAY * mx.abs(expected).max().item()
+            assert mx.abs(cache[1] - expected).max().item() <= bound
 
 
 # --- packed rows
