@@ -1,9 +1,9 @@
 """Attention of block rows against a context and against their own block: many blocks in training, one in a verify.
 
-R rows, T context rows, N blocks, B block, H query heads, G key/value heads, d head dimension, W rows of a verify, L rows
-of a cache's buffer. Arrays in, arrays out. The context half and the block half are scored apart and share one softmax,
-so the work is T+B keys a query, never the N·B keys of a dense mask over all blocks, and in a verify the new rows need
-not be in the cache yet.
+R rows, T context rows, N blocks, B block, H query heads, G key/value heads, d head dimension, W rows of a verify,
+L rows of a cache's buffer. Arrays in, arrays out. The context half and the block half are scored apart and share one
+softmax, so the work is T+B keys a query, never the N·B keys of a dense mask over all blocks, and in a verify the new
+rows need not be in the cache yet.
 """
 
 import functools
@@ -100,9 +100,9 @@ def keys_of_a_part(length):
 
 def serves_rows(queries, keys):
     """Whether the kernel can take these: one sequence, 16-bit, a head dimension in whole tiles."""
-    return queries.shape[0] == 1 and queries.dtype in (mx.bfloat16, mx.float16) and queries.shape[-1] in (64, 128, 256) and (
-        keys.dtype == queries.dtype
-    )  # fmt: skip
+    if queries.shape[0] != 1 or queries.shape[-1] not in (64, 128, 256):
+        return False
+    return queries.dtype in (mx.bfloat16, mx.float16) and keys.dtype == queries.dtype
 
 
 def attend_rows_reference(queries, keys, values, length, block_keys, block_values, scale, gate=None):

@@ -1,7 +1,7 @@
 """What a few rows need between two products, one launch each where the operations apart take six to ten.
 
 W rows, H query heads, G key/value heads, d head dimension, Hv value heads of a recurrent layer, Dv their dimension.
-Each value is rounded where the operations apart round it, so the kernels and `*_reference` differ by float32 order only.
+Each value is rounded where the operations apart round it: the kernels and `*_reference` differ by float32 order only.
 """
 
 import functools

@@ -188,7 +188,8 @@ QUANTISED_STREAM = """
       UNROLL
       for (int part = 0; part < 2; ++part) {
         const int at = step * 4 + part * 2;
-        const float a = value_of<BITS>(low, at, low_scale, low_bias), b = value_of<BITS>(low, at + 1, low_scale, low_bias);
+        const float a = value_of<BITS>(low, at, low_scale, low_bias);
+        const float b = value_of<BITS>(low, at + 1, low_scale, low_bias);
         const float c = value_of<BITS>(high, at, high_scale, high_bias);
         const float d = value_of<BITS>(high, at + 1, high_scale, high_bias);
         tile_words[2 * part] = PACK(T, a, b);
