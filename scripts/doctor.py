@@ -3,6 +3,7 @@
   python scripts/doctor.py                    every check, in seconds
   python scripts/doctor.py --target T         also: does the installed mlx-lm know this target's architecture?
   python scripts/doctor.py --blas             also: time one float32 product against MLX's stock BLAS
+  python scripts/doctor.py --selfcheck        also: measure every kernel again, at the shapes of --target where given
 
 Each check is one function that returns a Finding. Exit code 0: usable (warnings included); 1: something is bad.
 """
@@ -24,7 +25,6 @@ import edge
 from kernels import backend, blas
 from traps import Finding, check_commands, check_names, check_target, check_transformers, check_wheels
 
-PLAIN = ("__init__", "errors", "backend", "blas")  # modules of kernels/ that hold no array code
 GIB = 1 << 30
 LITTLE_MEMORY = 4 * GIB  # assumed: the 135M target in float32, a drafter, its optimizer state and a batch
 LITTLE_DISK = 4 * GIB  # assumed: an environment, the target's download and conversion, one run's checkpoints
@@ -42,6 +42,8 @@ def main(argv):
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # what the hub refuses is said once, by us
     if options.product:
         return {"status": "done", "ms": time_product(REPEATS["stock"])}
+    if options.selfcheck:
+        measure_kernels(options.target)
     checks = dict(CHECKS)
     if options.target:
         checks["target"] = lambda: check_target(options.target)
@@ -60,6 +62,7 @@ def parse(argv):
     parser = edge.Parser(prog="doctor.py", description=__doc__)
     parser.add_argument("--target", metavar="T", help="a name under configs/target, a folder, or a hub id")
     parser.add_argument("--blas", action="store_true", help="time [64x576]x[576x49152] against the stock wheel's BLAS")
+    parser.add_argument("--selfcheck", action="store_true", help="measure every kernel again (a minute; GPUs only)")
     parser.add_argument("--out", metavar="FILE", type=pathlib.Path, help="write the findings as JSON too")
     parser.add_argument("--product", action="store_true", help=argparse.SUPPRESS)  # the child process of --blas
     return parser.parse_args(argv)
@@ -140,11 +143,22 @@ def check_requirements():
 
 
 def check_kernels():
-    """Which modules of kernels/ build kernels of their own. (A kernel is used only where it was measured faster.)"""
-    modules = [path for path in sorted((edge.ROOT / "kernels").glob("*.py")) if path.stem not in PLAIN]
-    compiled = [path.stem for path in modules if "_kernel(" in path.read_text()]
-    plain = [path.stem for path in modules if path.stem not in compiled]
-    return Finding("ok", f"compiled here: {', '.join(compiled) or 'none'}; plain MLX: {', '.join(plain) or 'none'}")
+    """Which kernels serve on this machine, and why the others do not."""
+    try:
+        from kernels import verdicts
+    except ImportError as error:
+        return Finding("bad", f"MLX cannot be imported: {error}", "pip install -e . in this environment")
+    found = sorted(verdicts.current().values(), key=lambda each: (each.kernel, each.case))
+    if not found:
+        return Finding(
+            "ok", "none measured" + (": loading a target does" if verdicts.on_gpu() else ": a CPU runs none")
+        )
+    used = sum(each.verdict == verdicts.USE for each in found)
+    lines = [f"{each.kernel} [{each.case}] {each.verdict}: {each.reason}" for each in found]
+    text = f"\n{'':20}".join([f"{used} of {len(found)} measured on {verdicts.device_name()} are used", *lines])
+    if all(each.verdict in {verdicts.USE, verdicts.SLOW} for each in found):
+        return Finding("ok", text)
+    return Finding("warn", text, f"plain MLX serves instead; to have them tried again, delete {verdicts.path()}")
 
 
 def check_memory():
@@ -198,7 +212,24 @@ CHECKS = {
 }
 
 
-# --- the product of --blas
+# --- what the options measure
+
+
+def measure_kernels(target):
+    """Measure every kernel again, at the shapes of a target or of selfcheck's example; none runs on a CPU."""
+    backend.load()
+    from kernels import selfcheck, verdicts
+
+    if not verdicts.on_gpu():
+        print("selfcheck: nothing to measure: kernels run on GPUs only")
+        return
+    dims = selfcheck.EXAMPLE
+    if target:
+        from drafter import target as targets
+
+        with verdicts.forced("off"):  # loading would measure what is unknown, and then it would be measured twice
+            dims = selfcheck.dims_of(targets.load(target).model)
+    selfcheck.run(dims, again=True)
 
 
 def measure_product():

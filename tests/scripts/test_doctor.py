@@ -5,13 +5,14 @@ import json
 import pathlib
 import subprocess
 import sys
+import types
 
 import doctor
 import pytest
 
 import edge
 import traps
-from kernels import backend
+from kernels import backend, selfcheck, verdicts
 from kernels.errors import UserError
 
 
@@ -178,6 +179,50 @@ def test_tf32_left_on_is_warned_of_where_it_matters(monkeypatch, device, value, 
     seen = backend.Backend(device, "a test", backend.Blas("none", None, ""), True, backend.tf32_state(device))
     monkeypatch.setattr(backend, "load", lambda: seen)
     assert doctor.check_tf32().level == level
+
+
+# --- kernels (that a refused kernel's reason is told is in tests/kernels/test_selfcheck.py)
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """A machine that seems to have a GPU, with no verdict yet."""
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
+    monkeypatch.delenv("FOREDRAFT_KERNELS", raising=False)
+    monkeypatch.setattr(verdicts, "on_gpu", lambda: True)
+
+
+def test_a_slow_kernel_is_told_but_no_reason_to_warn(gpu):
+    assert doctor.check_kernels().text == "none measured: loading a target does"
+    verdicts.record("gated_delta.step", "float32", "use", "21 us, 52 us without it")
+    verdicts.record("causal_conv.fused", "float32", "slow", "9 us, 8 us without it")
+    found = doctor.check_kernels()
+    assert (found.level, found.remedy) == ("ok", "")
+    first, *rest = (line.strip() for line in found.text.splitlines())
+    assert first.startswith("1 of 2 measured on ")
+    assert rest == [
+        "causal_conv.fused [float32] slow: 9 us, 8 us without it",
+        "gated_delta.step [float32] use: 21 us, 52 us without it",
+    ]
+
+
+@pytest.mark.parametrize("target", [None, "a name"])
+def test_selfcheck_measures_again_at_the_shapes_asked_for(gpu, monkeypatch, target):
+    from drafter import target as targets
+
+    seen = []
+    monkeypatch.setattr(targets, "load", lambda name: types.SimpleNamespace(model=(name, verdicts.chosen())))
+    monkeypatch.setattr(selfcheck, "dims_of", lambda model: model)
+    monkeypatch.setattr(selfcheck, "run", lambda dims, again: seen.append((dims, again)))
+    doctor.measure_kernels(target)
+    assert seen == [((target, {"off"}) if target else selfcheck.EXAMPLE, True)]  # nothing is measured while loading
+
+
+def test_selfcheck_on_a_cpu_has_nothing_to_measure(monkeypatch, capsys):
+    monkeypatch.setattr(verdicts, "on_gpu", lambda: False)
+    monkeypatch.setattr(selfcheck, "run", None)
+    doctor.measure_kernels(None)
+    assert "kernels run on GPUs only" in capsys.readouterr().out
 
 
 def test_every_check_runs_here_and_gives_a_remedy_unless_all_is_well():
