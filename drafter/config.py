@@ -166,6 +166,7 @@ class PretrainTrainerConfig:
     minutes: float | None = None  # of training; None: no limit
     report_minutes: float | None = None  # of the report that follows; what does not fit is left out
     rows_per_step: int = 32
+    dropout: float = 0.1  # of what each branch adds to the residual stream: the text is read many times
     seed: int = 0
     validate_every: int = 200
     validation_rows: int = 64
@@ -353,6 +354,7 @@ def pretrain_rules(config):
         ("text.row_tokens", 2 <= config.text.row_tokens <= model.max_position_embeddings, "2 up to the model's length"),
         ("text.max_files", config.text.max_files is None or config.text.max_files >= 1, "above 0"),
         ("dtype", config.dtype in (None, "float32", "bfloat16", "float16"), "float32, bfloat16 or float16"),
+        ("trainer.dropout", 0 <= trainer.dropout < 1, "from 0 to below 1"),
         ("trainer.minutes", trainer.minutes is None or trainer.minutes > 0, "above 0"),
         ("trainer.report_minutes", trainer.report_minutes is None or trainer.report_minutes > 0, "above 0"),
         ("trainer.save_minutes", trainer.save_minutes > 0, "above 0"),

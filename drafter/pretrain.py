@@ -37,10 +37,14 @@ class Stream:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Rows of a stream: tokens [R,T+1], of which the last are labels only, and document ids [R,T]; int32."""
+    """Rows of a stream: tokens [R,T+1], of which the last are labels only, and document ids [R,T]; int32.
+
+    seed: of the draws that a step makes on the batch.
+    """
 
     tokens: mx.array
     documents: mx.array
+    seed: int = 0
 
 
 def make_stream(texts, tokenizer):
@@ -75,7 +79,8 @@ class Feed:
         epoch, index = divmod(step, self.steps_per_epoch)
         draw = rng.numpy_rng(self.seed, "rows", epoch)
         starts = draw.integers(self.row_tokens) + self.row_tokens * draw.permutation(self.windows)
-        return self.cut(starts[index * self.rows :][: self.rows])
+        drawn = rng.key_number(self.seed, "dropout", step)
+        return dataclasses.replace(self.cut(starts[index * self.rows :][: self.rows]), seed=drawn)
 
     def cut(self, starts):
         """The Batch whose rows begin at `starts` [R]."""
@@ -92,7 +97,8 @@ class NextToken:
     """The objective: Σ cross-entropy (nats) of the next token over a batch, and how many tokens that is."""
 
     def prepare(self, model, batch):
-        """Nothing is done before the differentiated part."""
+        """The batch, MLX's global random state set to its seed: what a step drops depends on nothing before it."""
+        mx.random.seed(batch.seed)
         return batch
 
     def __call__(self, model, batch):
@@ -169,7 +175,7 @@ class Pretraining:
                 f"model.vocab_size is {vocabulary}; expected at most {self.tokenizer.get_vocab_size()}: "
                 "the text holds no more pairs to merge"
             )
-        self.model = scratch.build(settings.model, settings.trainer.seed)
+        self.model = scratch.build(settings.model, settings.trainer.seed, settings.trainer.dropout)
         size = settings.trainer.rows_per_step, settings.text.row_tokens, settings.trainer.seed
         self.feed, self.held = (
             Feed(make_stream(side, self.tokenizer), *size) for side in (self.library.train, self.library.held_out)

@@ -4,6 +4,7 @@ The folder is one that mlx-lm and `target.load` read: config.json, model.safeten
 """
 
 import dataclasses
+import functools
 import json
 import math
 
@@ -26,6 +27,7 @@ WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+BACK = ("o_proj", "out_proj", "down_proj")  # projections whose output is added to the residual stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,15 +44,39 @@ class Shape:
         return head | dataclasses.asdict(self.options) | fixed | tokens
 
 
-def build(options, seed):
-    """An attached mlx-lm model in training mode with random weights; `options` is a `config.ModelConfig`."""
+def build(options, seed, dropout=0.0):
+    """An attached mlx-lm model in training mode with random weights.
+
+    options: a `config.ModelConfig`. dropout: the share of what a branch adds to the residual stream that is left out
+    while the model trains.
+    """
     shape = Shape(options)
     model = qwen3_5.Model(qwen3_5.ModelArgs.from_dict(shape.to_json()))
     model.config = shape
     hybrid.attach(model)
     initialise(model, seed)
+    for name, module in model.named_modules():
+        if dropout and name.endswith(BACK):
+            module.__class__, module.dropout = dropping(type(module)), dropout
     model.train()
     return model
+
+
+@functools.cache
+def dropping(base):
+    """The subclass of a module's class whose output loses a share of its values, the rest made larger for it.
+
+    Which ones is drawn from MLX's global random state; in evaluation mode all stay.
+    """
+
+    def call(self, rows):
+        found = base.__call__(self, rows)
+        if not self.training:
+            return found
+        kept = mx.random.bernoulli(1 - self.dropout, found.shape)
+        return mx.where(kept, found / (1 - self.dropout), 0).astype(found.dtype)
+
+    return type(base.__name__, (base,), {"__call__": call})
 
 
 def initialise(model, seed):
@@ -58,7 +84,7 @@ def initialise(model, seed):
 
     Projections back into the residual stream are smaller by √(2 × layers), so that its scale does not grow with depth.
     """
-    shrink = 1 / math.sqrt(2 * len(model.layers))
+    shrink, weights_back = 1 / math.sqrt(2 * len(model.layers)), tuple(f"{name}.weight" for name in BACK)
 
     def draw(name, value):
         key = rng.key(seed, f"weights {name}", 0)
@@ -69,7 +95,7 @@ def initialise(model, seed):
         if value.ndim == 1:
             return mx.ones_like(value)
         inputs = value.shape[1] if name.endswith("conv1d.weight") else value.shape[-1]
-        back = shrink if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")) else 1.0
+        back = shrink if name.endswith(weights_back) else 1.0
         return back / math.sqrt(inputs) * mx.random.normal(value.shape, key=key)
 
     model.update(tree_map_with_path(draw, model.parameters()))

@@ -89,8 +89,8 @@ def test_every_shipped_target_has_a_source():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("smolm2", "did you mean 'smollm2'? expected one of ['smollm2'"),
-        ("nothing-like-it", "no such folder, GGUF file or shipped name; expected one of ['smollm2'"),
+        ("smolm2", "did you mean 'smollm2'? expected one of ['reference_hybrid', 'smollm2'"),
+        ("nothing-like-it", "or shipped name; expected one of ['reference_hybrid', 'smollm2'"),
         ("missing.gguf", "no such folder, GGUF file or shipped name"),
         ("models/missing.gguf", "no such folder, GGUF file or shipped name"),
         ("/no/such/folder", "no such folder"),
