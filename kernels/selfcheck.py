@@ -26,7 +26,7 @@ from kernels import verdicts
 from kernels.errors import UserError
 from kernels.verdicts import FOLDER, HANGS, SLOW, UNBUILT, USE, WRONG
 
-MODULES = ("kernels.gated_delta", "kernels.causal_conv", "kernels.block_attention", "kernels.small_matmul")
+MODULES = tuple(f"kernels.{name}" for name in verdicts.kernel_modules())
 START_SECONDS = 120  # assumed: far beyond what importing MLX and waking a device take
 CHECK_SECONDS = 90  # assumed: building takes up to ten seconds on CUDA (measured), measuring about one
 LONGEST = 400  # characters of a failed build's words that are kept
@@ -40,7 +40,7 @@ MOST_CALLS = 16  # in a batch
 EXAMPLE = {
     "dtype": "bfloat16",
     "dense": [[8192, 2560], [4096, 2560], [9216, 2560], [2560, 9216], [2560, 4096], [248320, 2560]],
-    "quantised": [],
+    "quantised": [[8192, 2560, 4, 64], [9216, 2560, 4, 64], [2560, 9216, 4, 64], [248320, 2560, 4, 64]],
     "attention": [[16, 4, 256]],
     "delta": [[16, 32, 128, 128, 4]],
 }
@@ -66,8 +66,7 @@ def ensure(dims, modules=MODULES):
 
 def checks_for(dims, modules=MODULES):
     """Every check that the modules state for a model's dims (see verdicts)."""
-    found = [importlib.import_module(module) for module in modules]
-    return [check for module in found if hasattr(module, "checks") for check in module.checks(dims)]
+    return [check for module in modules for check in importlib.import_module(module).checks(dims)]
 
 
 def dims_of(model):

@@ -15,6 +15,7 @@ Environment: `FOREDRAFT_KERNELS` = `on`, `off`, or names of modules or kernels, 
 unmeasured while all others are not.
 """
 
+import ast
 import contextlib
 import dataclasses
 import datetime
@@ -38,7 +39,6 @@ from kernels.errors import UserError
 
 USE, SLOW, WRONG, HANGS, UNBUILT = "use", "slow", "wrong", "hangs", "unbuilt"
 FOLDER = pathlib.Path(__file__).parent
-IMPORTS = re.compile(r"^\s*from kernels[. ](.+)", re.MULTILINE)
 AROUND = {"errors", "blas", "backend", "verdicts"}  # modules that no kernel's result or speed depends on
 SCHEMA = "foredraft.verdicts/1"
 
@@ -191,10 +191,16 @@ def made_of(path):
     found, waiting = set(), {path}
     while waiting:
         found |= waiting
-        words = {word for each in waiting for line in IMPORTS.findall(each.read_text()) for word in line.split()}
-        named = {FOLDER / f"{word.strip(',()')}.py" for word in words - AROUND}
-        waiting = {each for each in named if each.exists()} - found
+        named = {name for each in waiting for name in imported(each.read_text())} - AROUND
+        waiting = {each for name in named if (each := FOLDER / f"{name}.py").exists()} - found
     return found
+
+
+def imported(text):
+    """The names that Python text imports from this room, modules among them."""
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom) and node.module]
+    rooms = {node.module.removeprefix("kernels.") for node in nodes if node.module.startswith("kernels.")}
+    return rooms | {alias.name for node in nodes if node.module == "kernels" for alias in node.names}
 
 
 # --- the file

@@ -220,6 +220,14 @@ def test_a_cache_that_cannot_be_written_costs_speed_only(scripted, gpu, tmp_path
     assert "kernels stay unused" in caplog.text
 
 
+def test_every_module_with_kernels_states_checks_under_its_own_name():
+    found = selfcheck.checks_for(selfcheck.EXAMPLE)
+    places = [(check.kernel, check.case) for check in found]
+    assert len(set(places)) == len(places)
+    assert {f"kernels.{verdicts.module_of(check.kernel)}" for check in found} == set(selfcheck.MODULES)
+    assert {"kernels.causal_conv", "kernels.fused_delta"} <= set(selfcheck.MODULES)
+
+
 # --- comparing
 
 

@@ -115,7 +115,7 @@ def test_the_digest_covers_the_module_what_it_is_made_of_and_the_prologues(monke
     (tmp_path / "prologue").mkdir()
     files = {
         "one.py": "from kernels.errors import UserError\nfrom kernels.two import (\n    b,\n)\n",
-        "two.py": "def f():\n    from kernels import three, errors\n",
+        "two.py": "def f():\n    from kernels import (\n        errors,\n        three,\n    )\n",
         "three.py": "",
         "four.py": "",
         "errors.py": "",
