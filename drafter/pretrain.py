@@ -148,9 +148,10 @@ def fit(loop, feed, clock, settings, *, done, evaluate, save, log, stopping):
         launched = loop.launch(place, batch)
         batch = feed(done + 1)  # while the device works
         record = loop.finish(launched)
-        done, place, stop = done + 1, clock.place(done + 1), stopping()
+        done, place = done + 1, clock.place(done + 1)
         rate = round(batch.documents.size / record.seconds)
         log(dataclasses.asdict(record) | {"step": done, "tokens_per_second": rate})
+        stop = stopping()
         due = done % settings.validate_every == 0 or place == clock.steps
         figures = evaluate() if due else None
         if figures:
