@@ -1,5 +1,5 @@
 // Host C++: lanes are fibres that take turns in a fixed order, so that a run is deterministic and a mistake is found:
-// lanes that part ways at a shuffle or barrier, unaligned 16-byte loads, shared memory that is read before it is written.
+// lanes that part ways at a shuffle or barrier, unaligned loads, shared memory that is read before it is written.
 #ifdef __APPLE__
 #define _XOPEN_SOURCE 700  // macOS hides ucontext otherwise
 #endif
@@ -98,7 +98,7 @@ static void expect_together(int one, int other) {
   fail();
 }
 
-// Runs every lane to its next stop. Simdgroups at a shuffle go on at once; from a barrier all go on, once all are there.
+// Runs every lane to its next stop. Simdgroups at a shuffle go on at once, from a barrier all of them together.
 static bool run_pass() {
   for (int lane = 0; lane < threads; ++lane)
     if (fibres[lane].stop == RUNNING) run_lane(lane);
@@ -214,7 +214,8 @@ template <> inline float16 from_float<float16>(float x) { return {uint16_t(to_bi
 struct Words { unsigned w[4]; };
 template <int BYTES, typename T> Words load(const T* p) {
   if (uintptr_t(p) % BYTES) {
-    snprintf(fault, sizeof(fault), "LOAD%d of an address that is %d past a multiple of it", BYTES, int(uintptr_t(p) % BYTES));
+    snprintf(fault, sizeof(fault), "LOAD%d of an address that is %d past a multiple of %d", BYTES,
+             int(uintptr_t(p) % BYTES), BYTES);
     fail();
   }
   Words words = {};

@@ -151,7 +151,14 @@ def test_narrowing_rounds_to_the_nearest_even_as_mlx_does(dtype):
 
 @pytest.mark.parametrize(
     ("word", "function"),
-    [("EXP", np.exp), ("LOG1P", np.log1p), ("SQRT", np.sqrt), ("RSQRT", lambda x: 1 / np.sqrt(x))],
+    [
+        ("EXP", np.exp),
+        ("LOG1P", np.log1p),
+        ("SQRT", np.sqrt),
+        ("RSQRT", lambda x: 1 / np.sqrt(x)),
+        ("SIN", np.sin),
+        ("COS", np.cos),
+    ],
 )
 def test_functions_are_precise(word, function):
     a = np.abs(floats(LANES)) * np.float32(10) ** np.linspace(-6, 1.5, LANES, dtype=np.float32)
@@ -174,17 +181,31 @@ def test_products_and_sums_round_as_written():
     assert not same_bits(fused, apart)
 
 
+@pytest.mark.parametrize("word", ["LOAD16", "LOAD16_ONCE"])
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-def test_a_16_byte_load_holds_eight_elements_in_order(dtype):
+def test_a_16_byte_load_holds_eight_elements_in_order(dtype, word):
     body = """
-    Words words = LOAD16(a + 8 * LANE);
+    Words words = LOAD(a + 8 * LANE);
     for (int i = 0; i < 4; ++i) {
       y[8 * LANE + 2 * i] = PAIR_LO(T, words.w[i]);
       y[8 * LANE + 2 * i + 1] = PAIR_HI(T, words.w[i]);
     }
     """
     a = mx.array(floats(LANES, 8)).astype(dtype)
-    assert same_bits(run(body, [a], a.shape, template={"T": dtype}), a.astype(mx.float32))
+    found = run(body.replace("LOAD(", f"{word}("), [a], a.shape, template={"T": dtype})
+    assert same_bits(found, a.astype(mx.float32))
+
+
+def test_an_8_byte_load_holds_two_words_and_no_more():
+    body = "Words words = LOAD8_ONCE(a + 2 * LANE); for (int i = 0; i < 4; ++i) y[4 * LANE + i] = words.w[i];"
+    a = mx.arange(2 * LANES).astype(mx.uint32).reshape(LANES, 2) + 1
+    found = run(body, [a], (LANES, 4), mx.uint32)
+    assert mx.array_equal(found, mx.pad(a, ((0, 0), (0, 2))))
+
+
+def test_a_word_is_read_as_the_float_with_its_bits():
+    a = floats(LANES)
+    assert same_bits(run("y[LANE] = FLOAT_OF_BITS(a[LANE]);", [mx.array(a).view(mx.uint32)]), a)
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
@@ -304,9 +325,10 @@ def test_an_empty_grid_writes_nothing():
         ("SHARED(float, a, 8000); SHARED(float, b, 5000);", "52000 bytes of shared memory; at most 49152"),
         ("y[THREAD + (THREAD == 95)] = 1.0f;", "wrote outside y"),
         ("if (THREAD == 0) y[-1] = 1.0f;", "wrote outside y"),
-        ("Words words = LOAD16(y + 1); y[0] = words.w[0];", "an address that is 4 past a multiple of 16"),
+        ("Words words = LOAD16(y + 1); y[0] = words.w[0];", "LOAD16 of an address that is 4 past a multiple of 16"),
+        ("Words words = LOAD8_ONCE(y + 3); y[0] = words.w[0];", "LOAD8 of an address that is 4 past a multiple of 8"),
     ],
-    ids=["shuffle", "barrier", "two barriers", "shared", "past the end", "before", "unaligned"],
+    ids=["shuffle", "barrier", "two barriers", "shared", "past the end", "before", "unaligned", "unaligned 8"],
 )
 def test_a_mistake_of_the_body_is_found(body, words):
     with pytest.raises(RuntimeError, match=words):
