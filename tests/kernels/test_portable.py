@@ -4,8 +4,10 @@ R groups, L = 32 lanes. Tolerances: what rounds once is compared exactly; librar
 place of float32; sums of products in float32 within 2e-6 of the sum of their magnitudes.
 """
 
+import pathlib
 import subprocess
 import sys
+import tomllib
 
 import mlx.core as mx
 import numpy as np
@@ -470,6 +472,11 @@ def test_a_source_holds_its_own_builds_words_only(build, needed, foreign):
 
 def test_metal_attributes_are_in_the_body_where_mlx_looks_for_them():
     assert "thread_index_in_threadgroup" in TRIAL.source("metal")[1]
+
+
+def test_the_prologues_are_packaged():
+    project = tomllib.loads((pathlib.Path(portable.__file__).parent.parent / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["package-data"]["kernels"] == ["prologue/*.h"]
 
 
 def test_the_digest_covers_body_header_and_names():
