@@ -43,6 +43,67 @@ template <typename T, int N> HELPER void write(DEVICE_OUT(T) to, LANE_ARRAY(cons
   for (int i = 0; i < N; ++i)
     if (lane == 0 && i < count) to[i] = CAST(T, from[i]);
 }
+// COUNT sums over the LANES lanes that share a value row, side by side, in all of these lanes.
+template <int LANES, int COUNT> HELPER void across(LANE_ARRAY(float) sums) {
+  UNROLL
+  for (int apart = LANES / 2; apart > 0; apart /= 2) {
+    UNROLL
+    for (int i = 0; i < COUNT; ++i) sums[i] += SIMD_SHUFFLE_XOR(sums[i], apart);
+  }
+}
+// S ← g S for the ROWS × PER elements that a lane holds, and its share of S k. Four sums do not wait for each other.
+template <int ROWS, int PER, bool VECTOR>
+HELPER void decay(LANE_ARRAY(float) held, LANE_ARRAY(const float) gate, LANE_ARRAY(const float) key,
+                  LANE_ARRAY(float) read) {
+  UNROLL
+  for (int i = 0; i < ROWS; ++i) {
+    float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    UNROLL
+    for (int e = 0; e < PER; ++e) {
+      held[i * PER + e] = MUL(held[i * PER + e], gate[VECTOR ? e : 0]);
+      part[e % 4] = FMA(held[i * PER + e], key[e], part[e % 4]);
+    }
+    read[i] = (part[0] + part[1]) + (part[2] + part[3]);
+  }
+}
+// S ← S + δ k, and the lane's share of S q.
+template <int ROWS, int PER>
+HELPER void update(LANE_ARRAY(float) held, LANE_ARRAY(const float) delta, LANE_ARRAY(const float) key,
+                   LANE_ARRAY(const float) query, LANE_ARRAY(float) answer) {
+  UNROLL
+  for (int i = 0; i < ROWS; ++i) {
+    float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    UNROLL
+    for (int e = 0; e < PER; ++e) {
+      held[i * PER + e] = FMA(delta[i], key[e], held[i * PER + e]);
+      part[e % 4] = FMA(held[i * PER + e], query[e], part[e % 4]);
+    }
+    answer[i] = (part[0] + part[1]) + (part[2] + part[3]);
+  }
+}
+// What a lane holds of its value rows, those that exist, from and to the state. `home` is its place in the first row.
+template <int ROWS, int PER, int WIDE, int Dk, int LANES>
+HELPER void take(DEVICE_IN(float) home, LANE_ARRAY(float) held, int rows) {
+  UNROLL
+  for (int i = 0; i < ROWS; ++i) {
+    UNROLL
+    for (int j = 0; j < PER / WIDE; ++j)
+      if (i < rows) widen(load<float, WIDE>(home + i * Dk + j * WIDE * LANES), held + i * PER + j * WIDE);
+  }
+}
+template <int ROWS, int PER, int WIDE, int Dk, int LANES>
+HELPER void put(DEVICE_OUT(float) home, LANE_ARRAY(const float) held, int rows) {
+  UNROLL
+  for (int i = 0; i < ROWS; ++i) {
+    UNROLL
+    for (int j = 0; j < PER / WIDE; ++j) {
+      Pack<float, WIDE> pack;
+      UNROLL
+      for (int c = 0; c < WIDE; ++c) pack.x[c] = held[i * PER + j * WIDE + c];
+      if (i < rows) store(home + i * Dk + j * WIDE * LANES, pack);
+    }
+  }
+}
 """
 
 # LANES lanes hold ROWS value rows of the state, in packs that alternate between them. `next` is loaded while the token
@@ -63,21 +124,17 @@ STEP = """
   auto deltas = delta + (RECORD ? (start * Hv + h) * Dv + first : 0);
   const long home = ((long(r) * Hv + h) * Dv + first) * Dk + WIDE * lane;  // in the state
 
-  float held[ROWS][PER], late[ROWS];
+  float held[ROWS * PER], sums[2 * ROWS];  // shares of S k for this token, then of y for the one before
   UNROLL
-  for (int i = 0; i < ROWS; ++i) {
-    late[i] = 0.0f;
-    UNROLL
-    for (int j = 0; j < PACKS; ++j)
-      if (i < rows) widen(load<float, WIDE>(state + home + i * Dk + j * STRIDE), held[i] + j * WIDE);
-  }
+  for (int i = 0; i < ROWS; ++i) sums[ROWS + i] = 0.0f;
+  take<ROWS, PER, WIDE, Dk, LANES>(state + home, held, rows);
 
   Pack<KeyT, WIDE> next_key[PACKS], next_query[PACKS];
   Pack<GateT, GATE_WIDE> next_gate[GATE_PACKS];
   float next_value[ROWS], next_strength = 0.0f;
-  int owed = -1;  // the token whose y is in `late`
+  int owed = -1;  // the token whose y is not written yet
   for (int t = -1; t < count; ++t) {
-    float key[PER], query[PER], gate[GATE_PACKS * GATE_WIDE], value[ROWS], read[ROWS];
+    float key[PER], query[PER], gate[GATE_PACKS * GATE_WIDE], value[ROWS], change[ROWS];
     const float strength = next_strength;
     if (t >= 0) {
       UNROLL
@@ -103,61 +160,23 @@ STEP = """
     if (t < 0) continue;
     const long place = long(t) * Hv * Dv;
     if (MASKED && !mask[MASKED ? start + t : 0]) {  // alike for all lanes
-      for (int i = 0; i < ROWS; ++i) read[i] = 0.0f;
-      write<ValueT, ROWS>(answers + place, read, rows, lane);
-      if (RECORD) write<float, ROWS>(deltas + place, read, rows, lane);
+      for (int i = 0; i < ROWS; ++i) change[i] = 0.0f;
+      write<ValueT, ROWS>(answers + place, change, rows, lane);
+      if (RECORD) write<float, ROWS>(deltas + place, change, rows, lane);
       continue;
     }
-    UNROLL
-    for (int i = 0; i < ROWS; ++i) {
-      float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // four sums, so that they do not wait for each other
-      UNROLL
-      for (int e = 0; e < PER; ++e) {
-        held[i][e] = MUL(held[i][e], gate[VECTOR ? e : 0]);
-        part[e % 4] = FMA(held[i][e], key[e], part[e % 4]);
-      }
-      read[i] = (part[0] + part[1]) + (part[2] + part[3]);
-    }
-    UNROLL
-    for (int apart = LANES / 2; apart > 0; apart /= 2) {
-      UNROLL
-      for (int i = 0; i < ROWS; ++i) {
-        read[i] += SIMD_SHUFFLE_XOR(read[i], apart);
-        late[i] += SIMD_SHUFFLE_XOR(late[i], apart);
-      }
-    }
-    if (owed >= 0) write<ValueT, ROWS>(answers + long(owed) * Hv * Dv, late, rows, lane);
+    decay<ROWS, PER, VECTOR>(held, gate, key, sums);
+    across<LANES, 2 * ROWS>(sums);
+    if (owed >= 0) write<ValueT, ROWS>(answers + long(owed) * Hv * Dv, sums + ROWS, rows, lane);
     owed = t;
     UNROLL
-    for (int i = 0; i < ROWS; ++i) {
-      float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-      read[i] = MUL(strength, value[i] - read[i]);  // δ
-      UNROLL
-      for (int e = 0; e < PER; ++e) {
-        held[i][e] = FMA(read[i], key[e], held[i][e]);
-        part[e % 4] = FMA(held[i][e], query[e], part[e % 4]);
-      }
-      late[i] = (part[0] + part[1]) + (part[2] + part[3]);
-    }
-    if (RECORD) write<float, ROWS>(deltas + place, read, rows, lane);
+    for (int i = 0; i < ROWS; ++i) change[i] = MUL(strength, value[i] - sums[i]);
+    update<ROWS, PER>(held, change, key, query, sums + ROWS);
+    if (RECORD) write<float, ROWS>(deltas + place, change, rows, lane);
   }
-
-  UNROLL
-  for (int apart = LANES / 2; apart > 0; apart /= 2) {
-    UNROLL
-    for (int i = 0; i < ROWS; ++i) late[i] += SIMD_SHUFFLE_XOR(late[i], apart);
-  }
-  if (owed >= 0) write<ValueT, ROWS>(answers + long(owed) * Hv * Dv, late, rows, lane);
-  UNROLL
-  for (int i = 0; i < ROWS; ++i) {
-    UNROLL
-    for (int j = 0; j < PACKS; ++j) {
-      Pack<float, WIDE> pack;
-      UNROLL
-      for (int c = 0; c < WIDE; ++c) pack.x[c] = held[i][j * WIDE + c];
-      if (i < rows) store(after + home + i * Dk + j * STRIDE, pack);
-    }
-  }
+  across<LANES, ROWS>(sums + ROWS);
+  if (owed >= 0) write<ValueT, ROWS>(answers + long(owed) * Hv * Dv, sums + ROWS, rows, lane);
+  put<ROWS, PER, WIDE, Dk, LANES>(after + home, held, rows);
 """
 
 # One thread for 4 elements of the state.
@@ -209,6 +228,11 @@ class Layout(typing.NamedTuple):
     rows: int = 2  # value rows that the same lanes hold, reading keys and queries once
     simdgroups: int = 4  # of a threadgroup
 
+    @property
+    def tile(self):
+        """Value rows of a threadgroup."""
+        return SIMD // self.lanes * self.rows * self.simdgroups
+
 
 LAYOUT = Layout()  # assumed
 
@@ -233,9 +257,8 @@ def step(q, k, v, g, beta, state=None, mask=None, record=False, build=None, layo
     """
     R, T, Hv, Dv = v.shape
     Hk, Dk = k.shape[2:]
-    lanes, rows, simdgroups = layout
     template = {"KeyT": k.dtype, "ValueT": v.dtype, "GateT": g.dtype, "Hk": Hk, "Hv": Hv, "Dk": Dk, "Dv": Dv}
-    template |= {"LANES": lanes, "ROWS": rows, "SIMDGROUPS": simdgroups}
+    template |= {"LANES": layout.lanes, "ROWS": layout.rows, "SIMDGROUPS": layout.simdgroups}
     template |= {"VECTOR": g.ndim == 4, "MASKED": mask is not None, "RECORD": record}
     mask_given = everyone() if mask is None else mask
     state_given = mx.zeros((R, Hv, Dv, Dk)) if state is None else state
@@ -243,8 +266,8 @@ def step(q, k, v, g, beta, state=None, mask=None, record=False, build=None, layo
         [q.astype(k.dtype), k, v, g, beta, mask_given, state_given],
         scalars=[T],
         template=template,
-        groups=(-(-Dv // (SIMD // lanes * rows * simdgroups)), Hv, R),
-        threads=(SIMD * simdgroups, 1, 1),
+        groups=(-(-Dv // layout.tile), Hv, R),
+        threads=(SIMD * layout.simdgroups, 1, 1),
         shapes=[v.shape, (R, Hv, Dv, Dk), v.shape if record else (1,)],
         dtypes=[v.dtype, mx.float32, mx.float32],
         build=build,
