@@ -42,6 +42,7 @@ import numpy as np
 from kernels.blas import cache_folder
 from kernels.errors import UserError
 
+GPU = mx.DeviceType.gpu
 SIMD = 32  # lanes of a simdgroup (Metal) or warp (CUDA)
 MOST_THREADS = 1024  # of a threadgroup, on both
 CONSTANT = 8  # Metal passes arrays of fewer elements in another address space (mlx/backend/common/metal_kernel.cpp)
@@ -110,18 +111,16 @@ class Kernel:
         `build`: "metal", "cuda" or "host"; None takes the default device's. On the host, outputs hold 0xFF (NaN in
         floats) where the body writes nothing. Raises RuntimeError where the build cannot run, which dispatchers avoid.
         """
-        build = build or device_build()
-        arrays = [*arrays, *(scalar(value) for value in scalars)]
-        template = template or {}
+        build, template = build or device_build(), template or {}
+        arrays = [*arrays, *[scalar(value) for value in scalars]]
         if build == "host":
             return self.run_host(arrays, template, groups, threads, shapes, dtypes)
         if build == "metal":
             arrays = [metal_argument(a, name in self.scalars) for name, a in zip(self.names, arrays)]
-        function = self.function(build, (*(a.dtype for a in arrays), *dtypes))
-        return function(
+        return self.function(build, (*[a.dtype for a in arrays], *dtypes))(
             inputs=arrays,
             template=list(template.items()),
-            grid=tuple(g * t for g, t in zip(groups, threads)),
+            grid=(groups[0] * threads[0], groups[1] * threads[1], groups[2] * threads[2]),
             threadgroup=threads,
             output_shapes=shapes,
             output_dtypes=dtypes,
@@ -142,13 +141,14 @@ class Kernel:
         MLX caches what it compiles by name, on disk too, and puts only the template values into it: so source and
         dtypes must be in the name.
         """
-        key = (build, dtypes)
-        if key not in self.functions:
+        function = self.functions.get((build, dtypes))
+        if function is None:
             mark = hashlib.sha256(f"{self.digest}{dtypes}".encode()).hexdigest()[:8]
             header, body = self.source(build)
             make = mx.fast.cuda_kernel if build == "cuda" else mx.fast.metal_kernel
-            self.functions[key] = make(f"{self.name}_{mark}", list(self.names), list(self.outputs), body, header)
-        return self.functions[key]
+            function = make(f"{self.name}_{mark}", list(self.names), list(self.outputs), body, header)
+            self.functions[build, dtypes] = function
+        return function
 
     def host_source(self, dtypes, template):
         """The whole C++ text of the host build for these dtypes of inputs, scalars and outputs."""
@@ -192,7 +192,7 @@ def prologue(build):
 
 def device_build():
     """The build for the default device. Raises RuntimeError on a CPU, where plain operations serve."""
-    if mx.default_device().type != mx.DeviceType.gpu:
+    if mx.default_device().type is not GPU:
         raise RuntimeError(
             "the default device is the CPU, which runs no kernels; expected a plain route, or build='host'"
         )

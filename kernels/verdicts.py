@@ -37,6 +37,7 @@ from kernels.backend import version_of
 from kernels.blas import cache_folder
 from kernels.errors import UserError
 
+GPU = mx.DeviceType.gpu
 USE, SLOW, WRONG, HANGS, UNBUILT = "use", "slow", "wrong", "hangs", "unbuilt"
 FOLDER = pathlib.Path(__file__).parent
 AROUND = {"errors", "blas", "backend", "verdicts"}  # modules that no kernel's result or speed depends on
@@ -73,13 +74,11 @@ class Verdict:
 
 
 def allowed(kernel, case):
-    """Whether a dispatcher may take this kernel here: on a GPU, and measured right and faster, or forced."""
-    if not on_gpu():
-        return False
-    choice = chosen()
-    if choice is None:
-        return usable(kernel, case)
-    return "on" in choice or kernel in choice or module_of(kernel) in choice
+    """Whether a dispatcher may take this kernel here: on a GPU, and measured right and faster, or forced.
+
+    Cheap enough for every call of every layer: what decides is read once, the environment too.
+    """
+    return on_gpu() and decided(kernel, case)
 
 
 def state(kernel, case):
@@ -115,10 +114,12 @@ _choices = []  # of forced() in effect, the innermost last
 def forced(names):
     """Within it, FOREDRAFT_KERNELS counts as `names`: "on", "off", or a set of modules or kernels."""
     _choices.append(frozenset([names] if isinstance(names, str) else names))
+    decided.cache_clear()
     try:
         yield
     finally:
         _choices.pop()
+        decided.cache_clear()
 
 
 def chosen():
@@ -153,12 +154,15 @@ def kernel_modules():
 
 def on_gpu():
     """Whether the default device runs kernels."""
-    return mx.default_device().type == mx.DeviceType.gpu
+    return mx.default_device().type is GPU
 
 
 @functools.cache
-def usable(kernel, case):
-    """Whether what was measured speaks for the kernel; read once."""
+def decided(kernel, case):
+    """What is forced, else what was measured, of a kernel; emptied whenever either changes."""
+    choice = chosen()
+    if choice is not None:
+        return "on" in choice or kernel in choice or module_of(kernel) in choice
     found = state(kernel, case)
     return found is not None and found.verdict == USE
 
@@ -238,7 +242,7 @@ def change(edit):
         raise UserError(
             f"{path()}: verdicts cannot be written ({error}); set FOREDRAFT_CACHE to a writable folder"
         ) from None
-    usable.cache_clear()
+    decided.cache_clear()
 
 
 def write(entries):

@@ -19,9 +19,9 @@ def empty(tmp_path, monkeypatch):
     """A cache folder of its own, and no word from the environment."""
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("FOREDRAFT_KERNELS", raising=False)
-    verdicts.usable.cache_clear()
+    verdicts.decided.cache_clear()
     yield
-    verdicts.usable.cache_clear()
+    verdicts.decided.cache_clear()
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_another_device_version_or_source_knows_nothing_of_it(gpu, monkeypatch, 
     verdicts.record(KERNEL, CASE, "use", "a reason")
     with monkeypatch.context() as change:
         change.setattr(verdicts, name, value)
-        verdicts.usable.cache_clear()
+        verdicts.decided.cache_clear()
         assert verdicts.state(KERNEL, CASE) is None
         assert not verdicts.allowed(KERNEL, CASE)
         verdicts.record(KERNEL, CASE, "wrong", "another reason")
@@ -184,6 +184,7 @@ def test_the_environment_forces_too(gpu, modules, monkeypatch):
     assert verdicts.allowed("gated_delta.step", CASE) and verdicts.allowed("causal_conv.fused", CASE)
     assert not verdicts.allowed("gated_delta.replay", CASE)
     monkeypatch.setenv("FOREDRAFT_KERNELS", "off")
+    verdicts.decided.cache_clear()  # as in another process
     assert not verdicts.allowed("gated_delta.step", CASE)
 
 
