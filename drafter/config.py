@@ -7,11 +7,10 @@ drafter, `PretrainConfig` for a small target from scratch, which an experiment a
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import json
-import math
 import pathlib
-import re
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -20,6 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from drafter import limits
 from kernels.errors import UserError
 
 CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
@@ -194,11 +194,6 @@ class PretrainConfig:
 
 
 SCHEMAS = {"config": Config, "pretrain": PretrainConfig}  # by the primary file in configs/
-FOLDER = re.compile(r"[\w-][\w.-]*")  # what may name a folder under runs/
-POSITIVE = (
-    *(f"drafter.{name}" for name in ("num_taps", "intermediate_size", "num_attention_heads", "num_key_value_heads")),
-    *("drafter.head_dim", "drafter.rope_theta", "drafter.sliding_window", "data.max_documents"),
-)  # keys that are None or above 0
 NOT_TRAINING = ("run", "out", "resume", "tracking")  # keys that leave the trained weights as they are
 
 
@@ -262,6 +257,7 @@ def check_override(override, schema):
         raise UserError(unknown_key(key, schema))
 
 
+@functools.cache
 def known_keys(schema):
     """Every dotted key of a schema."""
     structured = OmegaConf.structured(schema)
@@ -287,80 +283,10 @@ def nearest(found, known):
 
 def check(config):
     """Refuse values that no run could use, naming key, value and what is expected."""
-    rules = shared_rules(config) + (pretrain_rules if isinstance(config, PretrainConfig) else drafter_rules)(config)
-    for key, holds, expected in rules:
+    own = limits.pretraining if isinstance(config, PretrainConfig) else limits.drafting
+    for key, holds, expected in limits.shared(config) + own(config):
         if not holds:
             raise UserError(f"{key} is {OmegaConf.select(OmegaConf.structured(config), key)!r}; expected {expected}")
-
-
-def shared_rules(config):
-    """(key, whether its value can be used, what is expected) of what every run has."""
-    optimizer, trainer = config.optimizer, config.trainer
-    return [
-        ("optimizer.learning_rate", 0 < optimizer.learning_rate < math.inf, "above 0, and finite"),
-        ("optimizer.beta1", 0 <= optimizer.beta1 < 1, "from 0 to below 1"),
-        ("optimizer.beta2", 0 <= optimizer.beta2 < 1, "from 0 to below 1"),
-        ("optimizer.weight_decay", 0 <= optimizer.weight_decay < math.inf, "0 or above, and finite"),
-        ("optimizer.warmup_fraction", 0 <= optimizer.warmup_fraction < 1, "from 0 to below 1"),
-        ("optimizer.max_gradient_norm", optimizer.max_gradient_norm > 0, "above 0"),
-        ("trainer.steps", trainer.steps >= 1, "at least 1"),
-        ("trainer.rows_per_step", trainer.rows_per_step >= 1, "at least 1"),
-        ("trainer.validate_every", trainer.validate_every >= 1, "at least 1"),
-        ("trainer.validation_rows", trainer.validation_rows >= 1, "at least 1"),
-        ("trainer.keep", trainer.keep >= 1, "at least 1"),
-        ("resume", config.resume in ("never", "auto"), "never or auto"),
-        ("name", FOLDER.fullmatch(config.name) is not None, "letters, digits, '.', '_' and '-', no '.' first"),
-        ("run", FOLDER.fullmatch(config.run or "run") is not None, "letters, digits, '.', '_' and '-', no '.' first"),
-    ]
-
-
-def drafter_rules(config):
-    """The rules of a drafter's run."""
-    data, loss = config.data, config.loss
-    rules = [
-        ("drafter.block_size", config.drafter.block_size >= 2, "at least 2: the anchor and one mask row"),
-        ("drafter.num_hidden_layers", config.drafter.num_hidden_layers >= 1, "at least 1"),
-        ("drafter.head_dim", (config.drafter.head_dim or 2) % 2 == 0, "even: positions rotate pairs"),
-        ("data.kind", data.kind in ("synthesis", "text", "dataset"), "synthesis, text or dataset"),
-        ("data.sources", len(data.sources) > 0, "at least one file or name"),
-        ("data.row_tokens", data.row_tokens >= 2 * config.drafter.block_size, "at least two blocks"),
-        ("data.validation_fraction", 0 < data.validation_fraction < 1, "between 0 and 1"),
-        ("loss.name", loss.name == "cross_entropy", "cross_entropy"),
-        ("loss.gamma", loss.gamma is None or loss.gamma > 0, "above 0"),
-        ("loss.rows_per_chunk", loss.rows_per_chunk >= 1, "at least 1"),
-        ("trainer.anchors_per_document", config.trainer.anchors_per_document >= 1, "at least 1"),
-        ("trainer.walk_documents", config.trainer.walk_documents >= 1, "at least 1"),
-        ("trainer.walk_tokens", config.trainer.walk_tokens >= 2, "at least 2: the first is not walked"),
-        ("trainer.save_every", config.trainer.save_every >= 1, "at least 1"),
-    ]
-    for key in POSITIVE:
-        value = OmegaConf.select(OmegaConf.structured(config), key)
-        rules.append((key, value is None or value > 0, "above 0"))
-    return rules
-
-
-def pretrain_rules(config):
-    """The rules of a pretraining run."""
-    model, trainer = config.model, config.trainer
-    Hk, Hv, interval = model.linear_num_key_heads, model.linear_num_value_heads, model.full_attention_interval
-    rules = [(f"model.{key}", value >= 1, "at least 1") for key, value in dataclasses.asdict(model).items()]
-    return [
-        *rules,
-        ("model.num_hidden_layers", model.num_hidden_layers >= interval > 1, "one full-attention layer, and others"),
-        ("model.linear_num_value_heads", Hv % Hk == 0, "a multiple of model.linear_num_key_heads"),
-        ("model.num_attention_heads", model.num_attention_heads % model.num_key_value_heads == 0, "whole groups"),
-        ("model.head_dim", model.head_dim % 8 == 0, "a multiple of 8: positions rotate pairs in a quarter of it"),
-        ("model.vocab_size", model.vocab_size >= 259, "at least 259: the bytes and three tokens more"),
-        ("text.row_tokens", 2 <= config.text.row_tokens <= model.max_position_embeddings, "2 up to the model's length"),
-        ("text.max_files", config.text.max_files is None or config.text.max_files >= 1, "above 0"),
-        ("dtype", config.dtype in (None, "float32", "bfloat16", "float16"), "float32, bfloat16 or float16"),
-        ("trainer.dropout", 0 <= trainer.dropout < 1, "from 0 to below 1"),
-        ("trainer.minutes", trainer.minutes is None or trainer.minutes > 0, "above 0"),
-        ("trainer.report_minutes", trainer.report_minutes is None or trainer.report_minutes > 0, "above 0"),
-        ("trainer.save_minutes", trainer.save_minutes > 0, "above 0"),
-        ("trainer.samples", trainer.samples >= 1, "at least 1"),
-        ("trainer.sample_tokens", trainer.sample_tokens >= 1, "at least 1"),
-    ]
 
 
 def resolved(config):

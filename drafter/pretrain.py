@@ -209,10 +209,6 @@ class Pretraining:
         clock = Clock(settings, self.restore(loop))
         batch = self.held.fixed(settings.validation_rows)
 
-        def save(done, figures):
-            self.save(loop, clock, done, figures, argv)
-            log.flush()
-
         return fit(
             loop,
             self.feed,
@@ -220,7 +216,7 @@ class Pretraining:
             settings,
             done=self.done,
             evaluate=lambda: self.validate(batch),
-            save=save,
+            save=lambda done, figures: self.save(loop, clock, done, figures, argv, log),
             log=log,
             stopping=stopping,
         )
@@ -252,8 +248,8 @@ class Pretraining:
         tokens_per_byte = len(held.tokens) / held.bytes
         return {METRIC: round((loss / weight).item() / math.log(2) * tokens_per_byte, 5)}
 
-    def save(self, loop, clock, done, figures, argv):
-        """Save a step, point `best` at it where it is the best yet, and drop old steps."""
+    def save(self, loop, clock, done, figures, argv, log):
+        """Save a step, point `best` at it where it is the best yet, drop old steps, and renew the run's manifest."""
         better = bool(figures) and figures[METRIC] <= self.best.get(METRIC, math.inf)
         if better:
             self.best = {"step": done, **figures}
@@ -263,6 +259,7 @@ class Pretraining:
         if better:
             checkpoint.point(self.run, "best", done)
         checkpoint.prune(self.run, self.settings.trainer.keep)
+        log.flush()  # the manifest answers for metrics.jsonl too
         manifest.write(self.run, kind="run", **record)
 
     def record(self, argv):

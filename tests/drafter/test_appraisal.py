@@ -10,7 +10,7 @@ import pytest
 from drafter import appraisal, config, library
 
 TOLERANCE = 2e-4  # bits a token, float32: windows against one forward of the whole
-SETTINGS = config.PretrainTrainerConfig(rows_per_step=3, samples=5, sample_tokens=6)
+SETTINGS = config.PretrainTrainerConfig(samples=5, sample_tokens=6)
 SOURCE = '''def greet(name, times=2):
     """Greet somebody, so often that a passage of the shortest length comes out of this one definition.
 
@@ -51,7 +51,7 @@ def test_windows_score_every_token_once_behind_half_a_row(T, count):
 def test_bits_in_one_window_are_those_of_one_forward(tiny_target):
     target = tiny_target("llama")
     texts = [library.Text("a.py", "the mill by the river"), library.Text("b.py", "x")]
-    bits, tokens = appraisal.text_bits(target, texts, row_tokens=64, rows_per_step=2)
+    bits, tokens = appraisal.text_bits(target, texts, row_tokens=64)
     expected = 0.0
     for text in texts:
         ids = [0, *target.tokenizer.encode(text.text)]
@@ -62,10 +62,13 @@ def test_bits_in_one_window_are_those_of_one_forward(tiny_target):
     assert tokens == sum(len(target.tokenizer.encode(text.text)) for text in texts)
 
 
-def test_bits_do_not_depend_on_how_rows_are_batched(tiny_target):
-    target, texts = tiny_target("llama"), [library.Text("a.py", SOURCE)]
-    one, five = (appraisal.text_bits(target, texts, 16, rows) for rows in (1, 5))
-    assert abs(one[0] - five[0]) <= TOLERANCE * one[1] and one[1] == five[1]
+def test_bits_do_not_depend_on_how_rows_are_batched(tiny_target, monkeypatch):
+    target, texts, found = tiny_target("llama"), [library.Text("a.py", SOURCE)], []
+    for rows in (1, 5):
+        monkeypatch.setattr(appraisal, "ROWS", rows)
+        found.append(appraisal.text_bits(target, texts, 16))
+    (one, tokens), (five, same) = found
+    assert abs(one - five) <= TOLERANCE * tokens and tokens == same
 
 
 # Samples.
@@ -125,6 +128,7 @@ def test_a_report_holds_every_figure(tiny_target):
 @pytest.mark.parametrize(("calls", "kept"), [(0, False), (4, False), (18, True)])  # samples take under 18 looks
 def test_what_the_time_does_not_allow_is_left_out(tiny_target, monkeypatch, calls, kept):
     """The clock stands still for so many looks at it, and is then an hour on."""
+    monkeypatch.setattr(appraisal, "ROWS", 1)
     left = iter([0.0] * (calls + 1))
     monkeypatch.setattr(appraisal, "time", types.SimpleNamespace(monotonic=lambda: next(left, 3600.0)))
     said = []

@@ -204,6 +204,45 @@ def test_a_value_no_run_could_use_is_refused_and_its_neighbour_is_not(quickstart
         config.check(replaced(quickstart, key, bad))
 
 
+PRETRAIN_RULES = [
+    ("model.hidden_size", 0, 1),
+    ("model.num_hidden_layers", 3, 4),  # no layer of full attention
+    ("model.full_attention_interval", 1, 2),
+    ("model.linear_num_value_heads", 3, 6),
+    ("model.num_attention_heads", 3, 2),
+    ("model.head_dim", 12, 16),
+    ("model.vocab_size", 258, 259),
+    ("text.row_tokens", 1, 2),
+    ("text.row_tokens", 4097, 4096),
+    ("text.max_files", 0, 1),
+    ("dtype", "int8", "float32"),
+    ("trainer.steps", 0, 1),
+    ("trainer.dropout", 1.0, 0.0),
+    ("trainer.minutes", 0.0, 0.1),
+    ("trainer.report_minutes", -1.0, 0.1),
+    ("trainer.save_minutes", 0.0, 0.1),
+    ("trainer.samples", 0, 1),
+    ("trainer.sample_tokens", 0, 1),
+    ("optimizer.beta2", 1.0, 0.5),
+    ("resume", "always", "auto"),
+]
+
+
+@pytest.mark.parametrize(("key", "bad", "good"), PRETRAIN_RULES)
+def test_a_value_no_pretraining_could_use_is_refused_and_its_neighbour_is_not(key, bad, good):
+    whole = config.compose(["+experiment=reference_hybrid"])
+    config.check(replaced(whole, key, good))
+    shown = "model.num_hidden_layers" if key == "model.full_attention_interval" else key
+    with pytest.raises(UserError, match=rf"^{re.escape(shown)} is .*; expected "):
+        config.check(replaced(whole, key, bad))
+
+
+@pytest.mark.parametrize("key", ["target.source", "drafter.block_size", "trainer.anchors_per_document", "loss.name"])
+def test_keys_of_a_drafter_are_unknown_to_pretraining_and_the_other_way_round(key):
+    assert f"unknown configuration key {key!r}" in refusal("+experiment=reference_hybrid", f"{key}=3")
+    assert "unknown configuration key 'trainer.minutes'" in refusal(QUICK, "trainer.minutes=3")
+
+
 def test_compose_checks_what_it_composed():
     assert refusal(QUICK, "drafter.block_size=1").startswith("drafter.block_size is 1; expected at least 2")
 
