@@ -53,7 +53,7 @@ template <int LANES, int COUNT> HELPER void across(LANE_ARRAY(float) sums) {
 }
 // S ← g S for the ROWS × PER elements that a lane holds, and its share of S k. Four sums do not wait for each other.
 template <int ROWS, int PER, bool VECTOR>
-HELPER void decay(LANE_ARRAY(float) held, LANE_ARRAY(const float) gate, LANE_ARRAY(const float) key,
+HELPER void fade(LANE_ARRAY(float) held, LANE_ARRAY(const float) gate, LANE_ARRAY(const float) key,
                   LANE_ARRAY(float) read) {
   UNROLL
   for (int i = 0; i < ROWS; ++i) {
@@ -165,7 +165,7 @@ STEP = """
       if (RECORD) write<float, ROWS>(deltas + place, change, rows, lane);
       continue;
     }
-    decay<ROWS, PER, VECTOR>(held, gate, key, sums);
+    fade<ROWS, PER, VECTOR>(held, gate, key, sums);
     across<LANES, 2 * ROWS>(sums);
     if (owed >= 0) write<ValueT, ROWS>(answers + long(owed) * Hv * Dv, sums + ROWS, rows, lane);
     owed = t;

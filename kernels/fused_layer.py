@@ -110,7 +110,7 @@ BODY = """
       widen(key_of[t * Dk / WIDE + lane + j * LANES], key + j * WIDE);
       widen(query_of[t * Dk / WIDE + lane + j * LANES], query + j * WIDE);
     }
-    decay<ROWS, PER, false>(held, gate, key, sums);
+    fade<ROWS, PER, false>(held, gate, key, sums);
     across<LANES, 2 * ROWS>(sums);
     if (t > 0) write<InT, ROWS>(answers + (t - 1) * Hv * Dv, sums + ROWS, rows, lane);
     UNROLL

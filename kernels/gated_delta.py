@@ -13,11 +13,11 @@ stops the state after any of the tape's tokens, and touches no weights.
 
 from kernels import fused_delta, plain_delta, verdicts
 from kernels.errors import UserError
-from kernels.fused_delta import checks, step
+from kernels.fused_delta import step
 from kernels.plain_delta import Tape, chunked, recur, states_at
 from kernels.plain_delta import replay as replay_reference
 
-__all__ = ["Tape", "checks", "chunked", "gated_delta", "recur", "replay", "replay_reference", "states_at", "step"]
+__all__ = ["Tape", "chunked", "gated_delta", "recur", "replay", "replay_reference", "states_at", "step"]
 
 
 def gated_delta(q, k, v, g, beta, state=None, mask=None, record=False, differentiable=False):
