@@ -20,52 +20,58 @@ from mlx_lm.models import qwen3_5, qwen3_next
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
+from kernels import fused_layer
 from kernels.causal_conv import causal_conv, state_after
 from kernels.gated_delta import Tape, gated_delta, replay
+from kernels.verdicts import allowed
 
 QK_EPSILON = 1e-6  # added to the sum of squares that queries and keys are normalised by; mlx-lm's figure
 
-NARROW = 32  # assumed: rows whose window a view may keep alive; of a longer one, a prompt's, only the end is copied
+NARROW = "fused_layer.layer_step"
+SHORT = 32  # assumed: rows whose window a view may keep alive; of a longer one, a prompt's, only the end is copied
 
 
 @dataclasses.dataclass(frozen=True)
 class Projected:
-    """What a layer reads from its input: qkv [R,T,C], z [R,T,Hv,Dv], gates g [R,T,Hv] float32, beta [R,T,Hv]."""
+    """What a layer reads from its input: qkv [R,T,C], z [R,T,Hv,Dv], and a, b [R,T,Hv] that its gates are made of."""
 
     qkv: mx.array
     z: mx.array
-    g: mx.array
-    beta: mx.array
+    a: mx.array
+    b: mx.array
 
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
     """How one class of layers feeds the recurrence, as functions of the layer. A new class needs one, and no more.
 
-    project  (layer, x [R,T,D]) -> Projected; vector gates [R,T,Hv,Dk] are allowed
+    project  (layer, x [R,T,D]) -> Projected
     weight   layer -> the convolution's weight [C,K,1]; of several convolutions, their concatenation
     heads    (layer, convolved [R,T,C]) -> q, k [R,T,Hk,Dk] and v [R,T,Hv,Dv], normalised and scaled
+    gates    (layer, a, b) -> g [R,T,Hv] or [R,T,Hv,Dk] float32, beta [R,T,Hv]
     output   (layer, y [R,T,Hv,Dv], z) -> [R,T,D]
+    narrow   (layer, Projected, conv_state, state, record) -> (y, state, window, tape) of a few rows in one kernel, or
+             None where none serves; None for a class that no such kernel knows
     """
 
     project: Callable
     weight: Callable
     heads: Callable
+    gates: Callable
     output: Callable
+    narrow: Callable | None = None
 
 
 def project_apart(layer, x):
     """Projected of a layer with a projection each for qkv, z, b and a (Qwen3.5)."""
     z = layer.in_proj_z(x).reshape(*x.shape[:2], layer.num_v_heads, layer.head_v_dim)
-    g = compute_g(layer.A_log, layer.in_proj_a(x), layer.dt_bias)
-    return Projected(layer.in_proj_qkv(x), z, g, mx.sigmoid(layer.in_proj_b(x)))
+    return Projected(layer.in_proj_qkv(x), z, layer.in_proj_a(x), layer.in_proj_b(x))
 
 
 def project_joined(layer, x):
     """Projected of a layer whose two projections hold q, k, v, z and b, a by key head (Qwen3-Next)."""
     *qkv, z, b, a = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(x), layer.in_proj_ba(x))
-    joined = mx.concatenate([part.reshape(*x.shape[:2], -1) for part in qkv], axis=-1)
-    return Projected(joined, z, compute_g(layer.A_log, a, layer.dt_bias), mx.sigmoid(b))
+    return Projected(mx.concatenate([part.reshape(*x.shape[:2], -1) for part in qkv], axis=-1), z, a, b)
 
 
 def conv_weight(layer):
@@ -81,14 +87,29 @@ def split_heads(layer, convolved):
     return q, k, v.reshape(*v.shape[:2], layer.num_v_heads, layer.head_v_dim)
 
 
+def scalar_gates(layer, a, b):
+    """g = exp(−exp(A) softplus(a + dt)) and beta = σ(b)."""
+    return compute_g(layer.A_log, a, layer.dt_bias), mx.sigmoid(b)
+
+
 def gated_output(layer, y, z):
     """The layer's norm, gated by z, and its output projection."""
     return layer.out_proj(layer.norm(y, z).reshape(*y.shape[:2], -1))
 
 
+def narrow_rows(layer, rows, conv_state, state, record):
+    """(y, state, window, tape) of a few rows by `kernels.fused_layer`, or None where that does not serve here."""
+    weight, heads = conv_weight(layer), (layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
+    if not (fused_layer.serves(rows.qkv, heads) and allowed(NARROW, fused_layer.case(rows.qkv, weight, heads))):
+        return None
+    gating = rows.a, rows.b, weight, layer.A_log, layer.dt_bias
+    return fused_layer.layer_step(rows.qkv, *gating, heads, conv_state, state, record)
+
+
+QWEN = {"weight": conv_weight, "heads": split_heads, "gates": scalar_gates, "output": gated_output}
 KINDS = {  # exact classes; Qwen3.5's mixtures of experts use its layers
-    qwen3_5.GatedDeltaNet: Adapter(project_apart, conv_weight, split_heads, gated_output),
-    qwen3_next.Qwen3NextGatedDeltaNet: Adapter(project_joined, conv_weight, split_heads, gated_output),
+    qwen3_5.GatedDeltaNet: Adapter(project_apart, **QWEN, narrow=narrow_rows),
+    qwen3_next.Qwen3NextGatedDeltaNet: Adapter(project_joined, **QWEN, narrow=narrow_rows),
 }
 
 
@@ -162,7 +183,7 @@ def conv_after(cache, window, n, T):
     """The convolution state [R,K−1,C] after n of the T rows whose window is given, or each row's own length if less."""
     ends = n if cache.lengths is None else mx.clip(cache.lengths, 0, n)
     state = state_after(window, ends, window.shape[1] - T + 1)
-    return mx.contiguous(state) if T > NARROW else state
+    return mx.contiguous(state) if T > SHORT else state
 
 
 @functools.cache
@@ -181,25 +202,32 @@ def forward(layer, adapter, inputs, mask=None, cache=None):
 
     In training mode every operation is differentiable.
     """
-    R, T, _ = inputs.shape
-    rows = adapter.project(layer, inputs)
-    qkv = rows.qkv if mask is None else mx.where(mask[..., None], rows.qkv, 0)
-    conv_state, state = (None, None) if cache is None else cache.cache
-    documents, recording = getattr(cache, "documents", None), getattr(cache, "recording", False)
-    convolved, window = causal_conv(qkv, adapter.weight(layer), conv_state, documents)
-    y, state, tape = gated_delta(
-        *adapter.heads(layer, convolved), gates(rows.g, documents), rows.beta, state, mask,
-        record=recording, differentiable=layer.training,
-    )  # fmt: skip
+    T, rows = inputs.shape[1], adapter.project(layer, inputs)
+    held = (None, None) if cache is None else cache.cache
+    documents, record = getattr(cache, "documents", None), getattr(cache, "recording", False)
+    bare = mask is None and documents is None and not layer.training
+    found = adapter.narrow(layer, rows, *held, record) if bare and adapter.narrow else None
+    y, state, window, tape = found or by_parts(layer, adapter, rows, *held, mask, documents, record)
     if cache is not None:
         cache.cache = [conv_after(cache, window, T, T), state]
         cache.advance(T)
-    if recording:
+    if record:
         cache.record(tape, window)
     return adapter.output(layer, y, rows.z)
 
 
-def gates(g, documents):
+def by_parts(layer, adapter, rows, conv_state, state, mask=None, documents=None, record=False):
+    """(y, state, window, tape) of projected rows: convolution, heads, gates and the rule, each by its own route."""
+    differentiable = layer.training
+    qkv = rows.qkv if mask is None else mx.where(mask[..., None], rows.qkv, 0)
+    convolved, window = causal_conv(qkv, adapter.weight(layer), conv_state, documents, differentiable=differentiable)
+    g, beta = adapter.gates(layer, rows.a, rows.b)
+    inputs = *adapter.heads(layer, convolved), emptied(g, documents), beta, state, mask
+    y, state, tape = gated_delta(*inputs, record=record, differentiable=differentiable)
+    return y, state, window, tape
+
+
+def emptied(g, documents):
     """Gates g [R,T,Hv] or [R,T,Hv,Dk], 0 where a row of packed rows begins another document than the row before."""
     if documents is None:
         return g

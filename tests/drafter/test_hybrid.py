@@ -22,7 +22,7 @@ import tiny
 from drafter import fingerprint, hybrid, packed
 from drafter import target as targets
 from drafter.hybrid import RecurrentCache
-from kernels import gated_delta, plain_delta
+from kernels import fused_layer, gated_delta, plain_delta
 
 KINDS = {"qwen3_5": qwen3_5.GatedDeltaNet, "qwen3_next": qwen3_next.Qwen3NextGatedDeltaNet}
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest value: other orders of sums; 2^-8 and a few roundings
@@ -106,6 +106,30 @@ def test_a_layer_without_a_cache_or_with_mlx_lms_own_cache_does_the_same(model, 
     parts = [layer(x[:, start:stop], cache=cache) for start, stop in ((0, 13), (13, 14), (14, 21))]
     close(layer(x), expected)
     close(mx.concatenate(parts, axis=1), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_few_rows_in_one_kernel_are_the_same_rows(model, kind, monkeypatch):
+    monkeypatch.setattr(hybrid, "allowed", lambda kernel, case: kernel == "fused_layer.layer_step")
+    monkeypatch.setattr(fused_layer, "layer_step", functools.partial(fused_layer.layer_step, build="host"))
+    monkeypatch.setattr(hybrid, "by_parts", lambda *arguments: pytest.fail("the parts were run"))
+    layer = recurrent(model(kind))
+    own, theirs = RecurrentCache(2), ArraysCache(2)
+    for seed, T in enumerate((1, 7, 17)):
+        x, some = rows(seed, 2, T), copy.deepcopy(theirs)
+        expected = layer(x, cache=theirs)
+        if n := T // 2:
+            layer(x[:, :n], cache=some)
+        hybrid.attach(layer)
+        own.arm()
+        close(layer(x, cache=own), expected)
+        hybrid.detach(layer)
+        close_states(own, theirs)
+        fewer = copy.deepcopy(own)
+        fewer.keep(n)
+        if n:
+            close_states(fewer, some)
+        own.keep(T)
 
 
 def padded(kind, padding, lengths):
@@ -318,6 +342,17 @@ def test_keep_leaves_what_the_first_rows_leave_however_they_were_fed(model, held
             close_states(cache, expected)
         else:
             assert [id(value) for value in cache.cache] == [id(value) for value in expected.cache] or held
+
+
+def test_rows_that_are_all_kept_are_not_replayed(model):
+    made = model("qwen3_5")
+    hybrid.attach(made)
+    cache = RecurrentCache(2)
+    cache.arm()
+    recurrent(made)(rows(7, 2, 5), cache=cache)
+    before = [*cache.cache]
+    cache.keep(5)
+    assert all(one is other for one, other in zip(cache.cache, before, strict=True))
 
 
 @pytest.mark.parametrize(("padding", "lengths"), [([0, 8, 10], None), (None, [14, 3, 9])])
