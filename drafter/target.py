@@ -18,7 +18,7 @@ import mlx.nn as nn
 import mlx_lm.utils
 from mlx.utils import tree_flatten, tree_unflatten
 
-from drafter import fingerprint, hybrid, packed, sources
+from drafter import fingerprint, hybrid, packed, sources, steps
 from kernels import backend
 from kernels.blas import cache_folder
 from kernels.errors import UserError
@@ -116,8 +116,16 @@ class Target:
         """New, empty caches, one a layer: mlx-lm's own, and states that can take rows back where layers carry one."""
         return hybrid.make_cache(self.model, max_kv_size)
 
+    @functools.cached_property
+    def step(self):
+        """The compiled forward of few rows, or None where this target or this machine has none."""
+        step = steps.for_model(self.model, self.backbone)
+        return step if step and step.ready else None
+
     def forward(self, tokens, cache=None, taps=()):
         """Run the target on tokens [R,T]; taps names the 0-based layers whose outputs come back. Returns Forward."""
+        if self.step and self.step.fits(tokens, cache):
+            return Forward(*self.step(tokens, cache, taps))
         layers = [self.model.layers[index] for index in taps]
         with watched(layers, recording) as held:
             hidden = self.backbone(tokens, cache=cache)
@@ -166,6 +174,8 @@ class Target:
 
     def score(self, hidden):
         """Logits [..., V] of hidden [..., D] by the target's own head, with its soft-cap and multiplier."""
+        if self.step and (logits := self.step.score(hidden)) is not None:
+            return logits
         rows = hidden.reshape(1, -1, hidden.shape[-1])
         with watched([self.backbone], returning) as held:
             held[id(self.backbone)] = rows

@@ -11,8 +11,11 @@ import functools
 import mlx.core as mx
 
 from kernels.portable import Kernel
+from kernels.verdicts import Check
 
 MOST_PARTS = 65  # of a context, each the work of a simdgroup for 16 rows (assumed: fills an H200 at four heads)
+MEASURED = 16, 4096  # rows and context at which the kernel is measured
+TOLERANCE = {mx.bfloat16: 2e-2, mx.float16: 5e-3}  # weights and answers rounded
 LEAST_KEYS = 32  # of a part, two steps of 16 (assumed)
 
 
@@ -105,8 +108,8 @@ def serves_rows(queries, keys):
     return queries.dtype in (mx.bfloat16, mx.float16) and keys.dtype == queries.dtype
 
 
-def attend_rows_reference(queries, keys, values, length, block_keys, block_values, scale, gate=None):
-    """`attend_rows` in plain operations."""
+def attend_rows_reference(queries, keys, values, length, part, block_keys, block_values, scale, gate=None):
+    """`attend_rows` in plain operations, which know no parts."""
     _, H, W, d = queries.shape
     L = keys.shape[2]
     context = mx.broadcast_to(mx.arange(L)[None] < length, (W, L))
@@ -116,6 +119,45 @@ def attend_rows_reference(queries, keys, values, length, block_keys, block_value
     answer = answer.swapaxes(1, 2).reshape(1, W, H * d)
     return answer if gate is None else answer * mx.sigmoid(gate[..., 1, :].reshape(1, W, H * d))
 
+
+# --- how it is measured
+
+
+def case(dtype, H, G, d):
+    """What a verdict on `attend_rows` holds for: dtype, heads, head dimension."""
+    return f"{str(dtype).removeprefix('mlx.core.')} {H}/{G} heads of {d}"
+
+
+def checks(dims):
+    """The Checks of `attend_rows` against plain operations, for the attention layers of a model."""
+    dtype, found = getattr(mx, dims["dtype"]), []
+    for H, G, d in dims["attention"]:
+        draw = functools.partial(drawn, dtype, H, G, d)
+        if serves_rows(*draw()[:2]):
+            args = (case(dtype, H, G, d), by_kernel, by_stock, draw, TOLERANCE[dtype])
+            found.append(Check("block_attention.attend_rows", *args))
+    return found
+
+
+def drawn(dtype, H, G, d):
+    """Random (queries, keys, values, block keys, block values)."""
+    W, L = MEASURED
+    shapes = ((1, H, W, d), (1, G, L, d), (1, G, L, d), (1, G, W, d), (1, G, W, d))
+    return [mx.random.normal(shape).astype(dtype) for shape in shapes]
+
+
+def by_kernel(q, k, v, own_k, own_v):
+    """Attention over nine tenths of the buffer through the kernels."""
+    length = k.shape[2] * 9 // 10
+    return attend_rows(q, k, v, mx.array(length), mx.array(keys_of_a_part(length)), own_k, own_v, q.shape[-1] ** -0.5)
+
+
+def by_stock(q, k, v, own_k, own_v):
+    """The same in plain operations."""
+    return attend_rows_reference(q, k, v, mx.array(k.shape[2] * 9 // 10), None, own_k, own_v, q.shape[-1] ** -0.5)
+
+
+# --- the bodies
 
 # A simdgroup scores 16 query rows against 16 keys at a time: S = Q Kᵀ and O = P V on MMA tiles, with a running maximum.
 # A row that sees no key of a part gets no number there, and the merge does not look at it.

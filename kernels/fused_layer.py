@@ -20,6 +20,7 @@ from kernels.plain_delta import Tape
 from kernels.portable import SIMD, Kernel
 
 EPSILON = 1e-6  # added to the sum of squares that queries and keys are normalised by, as mlx-lm does
+MOST = 24  # tokens: three tiles of the few-row products, into which a verify's rows are padded
 SHARED_BYTES = 28 << 10  # for queries and keys of the widest verify, of the 32 KiB that Metal gives a threadgroup
 
 # Every threadgroup has TILE value rows of one value head, and prepares that head's queries and keys for itself: the
@@ -47,8 +48,9 @@ BODY = """
     const long at = (start + THREAD) * Hv + h;
     const float sum = F32(CAST(SumT, F32(a[at]) + F32(dt[h])));
     const float soft = F32(CAST(SumT, (sum > 0.0f ? sum : 0.0f) + LOG1P(EXP(sum > 0.0f ? -sum : sum))));
-    gate_of[THREAD] = EXP(-MUL(EXP(F32(A[h])), soft));
-    strength_of[THREAD] = F32(CAST(InT, 1.0f / (1.0f + EXP(-F32(b[at])))));
+    const bool counts = THREAD < SCALAR(kept);  // a token that does not neither fades the state nor writes to it
+    gate_of[THREAD] = counts ? EXP(-MUL(EXP(F32(A[h])), soft)) : 1.0f;
+    strength_of[THREAD] = counts ? F32(CAST(InT, 1.0f / (1.0f + EXP(-F32(b[at]))))) : 0.0f;
     if (RECORD && GROUP_X == 0) tape_g[RECORD ? at : 0] = gate_of[THREAD];
   }
 
@@ -127,39 +129,41 @@ BODY = """
 kernel = Kernel(
     "gated_delta_layer",
     inputs=("qkv", "a", "b", "weight", "A", "dt", "before", "state"),
-    scalars=("tokens",),
+    scalars=("tokens", "kept"),
     outputs=("y", "after", "window", "delta", "tape_k", "tape_g"),
     header=HEADER,
     body=BODY,
 )
 
 
-def layer(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=False):
+def layer(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=False, kept=None):
     """A layer from its projections to y, in one kernel where that serves, else by its parts.
 
     qkv [R,T,C]   a, b [R,T,Hv]   weight [C,K,1]   A, dt [Hv]: the logarithm of the decay, and the bias of a
     heads   (Hk, Hv, Dk, Dv)
     before  [R,K−1,C], the convolution's state; None is zeros.   state  [R,Hv,Dv,Dk] float32; None is zeros
     record  whether to keep a Tape
+    kept    how many of the T tokens count, int32 of one element: the state is the one after them; None is all
     Returns y [R,T,Hv,Dv] in qkv's dtype, the state, the convolution's window [R,K−1+T,C], and the Tape or None.
     """
     if serves(qkv, heads) and verdicts.allowed("fused_layer.layer_step", case(qkv, weight, heads)):
-        return layer_step(qkv, a, b, weight, A, dt, heads, before, state, record)
-    return by_parts(qkv, a, b, weight, A, dt, heads, before, state, record)
+        return layer_step(qkv, a, b, weight, A, dt, heads, before, state, record, kept)
+    return by_parts(qkv, a, b, weight, A, dt, heads, before, state, record, kept)
 
 
-def layer_step(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=False, build=None, layout=LAYOUT):
+def layer_step(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=False, kept=None,
+               build=None, layout=LAYOUT):  # fmt: skip
     """`layer` in one launch, for rows it `serves`; build and layout as in `fused_delta.step`."""
     (R, T, C), K, (Hk, Hv, Dk, Dv) = qkv.shape, weight.shape[1], heads
     before = mx.zeros((R, K - 1, C), qkv.dtype) if before is None else before
     state = mx.zeros((R, Hv, Dv, Dk)) if state is None else state
     summed = a.dtype if a.dtype == dt.dtype else mx.float32
-    template = {"InT": qkv.dtype, "SumT": summed, "Hk": Hk, "Hv": Hv, "Dk": Dk, "Dv": Dv, "K": K, "MOST": FEW}
+    template = {"InT": qkv.dtype, "SumT": summed, "Hk": Hk, "Hv": Hv, "Dk": Dk, "Dv": Dv, "K": K, "MOST": MOST}
     template |= {"LANES": layout.lanes, "ROWS": layout.rows, "SIMDGROUPS": layout.simdgroups, "RECORD": record}
     tapes = [(R, T, Hv, Dv), (R, T, Hk, Dk), (R, T, Hv)] if record else [(1,)] * 3
     y, after, window, *tape = kernel(
         [qkv, a, b, weight, A, dt, before, state],
-        scalars=[T],
+        scalars=[T, T if kept is None else kept],
         template=template,
         groups=(-(-Dv // layout.tile), Hv, R),
         threads=(SIMD * layout.simdgroups, 1, 1),
@@ -170,7 +174,7 @@ def layer_step(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=
     return y, after, window, Tape(*tape) if record else None
 
 
-def by_parts(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=False):
+def by_parts(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=False, kept=None):
     """`layer` as its parts, each by its own route."""
     Hk, Hv, Dk, Dv = heads
     convolved, window = causal_conv(qkv, weight, before)
@@ -178,14 +182,15 @@ def by_parts(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=Fa
     q, k = (mx.fast.rms_norm(part.reshape(*qkv.shape[:2], Hk, Dk), None, EPSILON / Dk) for part in (q, k))
     g = mx.exp(-mx.exp(A.astype(mx.float32)) * mx.logaddexp(a + dt, 0))
     v = v.reshape(*qkv.shape[:2], Hv, Dv)
-    y, state, tape = gated_delta(q / Dk, k * Dk**-0.5, v, g, mx.sigmoid(b), state, record=record)
+    mask = None if kept is None else mx.broadcast_to(mx.arange(qkv.shape[1]) < kept, qkv.shape[:2])
+    y, state, tape = gated_delta(q / Dk, k * Dk**-0.5, v, g, mx.sigmoid(b), state, mask, record=record)
     return y, state, window, tape
 
 
 def serves(qkv, heads):
     """Whether the kernel knows rows qkv [R,T,C] of these heads."""
     _, _, Dk, _ = heads
-    return qkv.shape[1] <= FEW and Dk % SIMD == 0 and 2 * FEW * Dk * qkv.itemsize <= SHARED_BYTES
+    return qkv.shape[1] <= MOST and Dk % SIMD == 0 and 2 * MOST * Dk * qkv.itemsize <= SHARED_BYTES
 
 
 def case(qkv, weight, heads):

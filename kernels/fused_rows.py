@@ -8,7 +8,11 @@ import functools
 
 import mlx.core as mx
 
-from kernels.portable import Kernel
+from kernels.portable import SIMD, Kernel
+from kernels.verdicts import Check
+
+MEASURED = 16  # rows at which the kernels are measured
+TOLERANCE = {mx.float32: 1e-5, mx.bfloat16: 2e-2, mx.float16: 5e-3}  # up to four roundings
 
 
 def rotate_heads(q, k, v, norms, frequencies, offset, *, heads, gated=False, eps=0.0, build=None):
@@ -76,6 +80,46 @@ def gated_norm_reference(y, z, weight, eps):
 def number(value):
     """One float32 array for each number, made once: a new array would be a copy to the device in every call."""
     return mx.array([value], mx.float32)
+
+
+def case(dtype, *sizes):
+    """What a verdict on these kernels holds for: dtype and sizes, (H, G, d) or (Hv, Dv)."""
+    return f"{str(dtype).removeprefix('mlx.core.')} {'x'.join(map(str, sizes))}"
+
+
+def checks(dims):
+    """The Checks of both kernels against plain operations, for the layers of a model."""
+    dtype, found = getattr(mx, dims["dtype"]), []
+    for H, G, d in dims["attention"]:
+        if d % SIMD == 0:
+            route = [
+                functools.partial(by_rotation, rotate, (H, G)) for rotate in (rotate_heads, rotate_heads_reference)
+            ]
+            draw = functools.partial(drawn, dtype, (H * d, G * d, G * d))
+            found.append(Check("fused_rows.rotate_heads", case(dtype, H, G, d), *route, draw, TOLERANCE[dtype]))
+    for _, Hv, _, Dv, _ in dims["delta"]:
+        if Dv % SIMD == 0:
+            route = [functools.partial(by_norm, norm, (Hv, Dv)) for norm in (gated_norm, gated_norm_reference)]
+            draw = functools.partial(drawn, dtype, (Hv * Dv, Hv * Dv))
+            found.append(Check("fused_rows.gated_norm", case(dtype, Hv, Dv), *route, draw, TOLERANCE[dtype]))
+    return found
+
+
+def drawn(dtype, sizes):
+    """Random rows [1,MEASURED,size], one array for each size."""
+    return [mx.random.normal((1, MEASURED, size)).astype(dtype) for size in sizes]
+
+
+def by_rotation(rotate, heads, q, k, v):
+    """Heads of unit norms' weights at position 1,000, half of each head rotated."""
+    d = k.shape[-1] // heads[1]
+    norms = (mx.ones(d, q.dtype), mx.ones(d, q.dtype))
+    return rotate(q, k, v, norms, 10.0 ** -mx.arange(d // 4), mx.array(1000), heads=heads, eps=1e-6)
+
+
+def by_norm(norm, heads, y, z):
+    """The gated norm with weights of one."""
+    return norm(y.reshape(1, -1, *heads), z, mx.ones(heads[1], y.dtype), 1e-6)
 
 
 HEADER = """

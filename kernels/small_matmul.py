@@ -12,11 +12,14 @@ import functools
 import mlx.core as mx
 
 from kernels.portable import Kernel
+from kernels.verdicts import Check
 
 MOST_ROWS = 24  # three tiles of 8; a verify of B = 16 has 16 rows, of the widest gated LoRA block 17
 MOST_WEIGHTS = 4  # joined in one launch: the projections of a gated-delta layer
 DTYPES = (mx.bfloat16, mx.float16)
 WIDE = 8192  # outputs from which the launch has blocks enough; fewer outputs split K among more simdgroups (measured)
+TOLERANCE = {mx.bfloat16: 1e-2, mx.float16: 2e-3}  # two roundings of an output, one of a weight that is quantised
+MEASURED = 16  # rows at which the kernel is measured: a verify of B = 16
 SHAPE = {True: (4, 2), False: (16, 1)}  # wide: (simdgroups that share a tile's K, loads in flight); measured on an H200
 
 
@@ -114,6 +117,53 @@ def gated_reference(x, gate, up):
     """`gated_product` in plain operations."""
     gate, up = reference(x, gate, up)
     return gate * mx.sigmoid(gate) * up
+
+
+# --- how it is measured
+
+
+def case(dtype, weight):
+    """What a verdict holds for: dtype and weight, given as an array, a Quantised, or a row of `verdicts`' dims."""
+    if not isinstance(weight, list | tuple):
+        weight = [*weight.shape, *([weight.bits, weight.group_size] if isinstance(weight, Quantised) else [])]
+    N, K, *layout = weight
+    stored = "{} bits by {}".format(*layout) if layout else "dense"
+    return f"{str(dtype).removeprefix('mlx.core.')} {N}x{K} {stored}"
+
+
+def checks(dims):
+    """The Checks of `product` against MLX's own products, for the weights of a model."""
+    dtype = getattr(mx, dims["dtype"])
+    found = []
+    for shape in [*dims["dense"], *dims["quantised"]]:
+        draw = functools.partial(drawn, dtype, *shape)
+        if dtype in DTYPES and serves(draw()[0], as_weight(*draw()[1:], shape=shape)):
+            kernel_fn, stock_fn = (functools.partial(by, shape=shape) for by in (by_kernel, by_stock))
+            found.append(Check("small_matmul.product", case(dtype, shape), kernel_fn, stock_fn, draw, TOLERANCE[dtype]))
+    return found
+
+
+def drawn(dtype, N, K, bits=None, group_size=None):
+    """Random (x [MEASURED,K], weight), or the weight's parts where it is quantised."""
+    x, dense = mx.random.normal((MEASURED, K)).astype(dtype), (mx.random.normal((N, K)) / K**0.5).astype(dtype)
+    return (x, *(mx.quantize(dense, bits=bits, group_size=group_size) if bits else (dense,)))
+
+
+def as_weight(*parts, shape):
+    """A weight of drawn parts as `product` takes it."""
+    return Quantised(*parts, bits=shape[2], group_size=shape[3]) if len(shape) > 2 else parts[0]
+
+
+def by_kernel(x, *parts, shape):
+    """The product through the kernel."""
+    return product(x, as_weight(*parts, shape=shape))
+
+
+def by_stock(x, *parts, shape):
+    """The product through MLX."""
+    if len(shape) > 2:
+        return mx.quantized_matmul(x, *parts, transpose=True, bits=shape[2], group_size=shape[3])
+    return x @ parts[0].T
 
 
 # --- the body: where a tile's weights lie, how they stream, what becomes of the sums

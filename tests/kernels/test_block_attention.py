@@ -163,7 +163,7 @@ def test_verify_rows_see_the_cache_and_their_block_up_to_themselves(H, G, W, d, 
 def test_the_plain_route_gives_the_same_in_float32():
     H, G, W, d, L, length = ROWS[0]
     q, k, v, own_k, own_v, gate = drawn_rows(H, G, W, d, L, mx.float32)
-    found = block_attention.attend_rows_reference(q, k, v, mx.array(length), own_k, own_v, 0.2, gate)
+    found = block_attention.attend_rows_reference(q, k, v, mx.array(length), None, own_k, own_v, 0.2, gate)
     np.testing.assert_allclose(found, attended(q, k, v, length, own_k, own_v, 0.2, gate), atol=2e-6)
 
 

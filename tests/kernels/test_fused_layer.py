@@ -66,6 +66,20 @@ def test_its_tape_replays_to_the_bits_of_fewer_rows():
         np.testing.assert_array_equal(np.array(replay(state, tape, n, build="host")), np.array(expected))
 
 
+def test_rows_that_only_pad_leave_no_mark():
+    qkv, a, b, *rest = arguments(5)
+    options = {"record": True, "build": "host", "layout": Layout(8, 2, 1)}
+    for n in (1, 3, 5):
+        y, state, _, tape = fused_layer.layer_step(qkv, a, b, *rest, kept=mx.array(n), **options)
+        parts = fused_layer.by_parts(qkv, a, b, *rest, record=True, kept=mx.array(n))
+        alone = fused_layer.layer_step(*(value[:, :n] for value in (qkv, a, b)), *rest, **options)
+        np.testing.assert_array_equal(np.array(state), np.array(alone[1]))
+        np.testing.assert_array_equal(np.array(y[:, :n]), np.array(alone[0]))
+        np.testing.assert_array_equal(np.array(tape.delta[:, :n]), np.array(alone[3].delta))
+        assert np.isfinite(np.array(y)).all()
+        np.testing.assert_allclose(np.array(parts[1]), np.array(state), atol=3e-6, rtol=0)
+
+
 def test_the_parts_are_mlx_lms_layer():
     """By mlx-lm's layer with an output projection and a norm that let y through; its loop sums in another order."""
     names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
@@ -99,7 +113,7 @@ def test_the_kernel_is_taken_only_where_allowed(monkeypatch):
     taken = []
     monkeypatch.setattr(fused_layer, "layer_step", lambda *given: taken.append(given))
     monkeypatch.setattr(verdicts, "allowed", lambda kernel, case: kernel == "fused_layer.layer_step")
-    fused_layer.layer(*arguments(17))
+    fused_layer.layer(*arguments(fused_layer.MOST))
     assert len(taken) == 1
-    fused_layer.layer(*arguments(18))
+    fused_layer.layer(*arguments(fused_layer.MOST + 1))
     assert len(taken) == 1

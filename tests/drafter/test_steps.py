@@ -1,0 +1,153 @@
+"""A compiled step against the module's own forward, in float32 by plain operations: hidden states, taps, caches, tapes.
+
+W rows. Tolerances are of float32 sums in another order, relative to values of size 1 to 4.
+"""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import tiny
+from drafter import steps, target
+
+TOLERANCE = 6e-5
+WIDTHS = (1, 1, 5, 8, 1, 16, 3, 17)
+TAPS = (0, 2)
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", "llama", "qwen3"])
+def known(request, tmp_path_factory):
+    return target.load(str(tiny.folder(request.param, tmp_path_factory.mktemp("steps"))), dtype="float32")
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch, request):
+    """On a CPU, MLX calls a C++ compiler for each trace: half a minute of it, which one slow case below spends."""
+    if "slow" not in request.keywords:
+        monkeypatch.setattr(mx, "compile", lambda function: function)
+
+
+@pytest.fixture
+def step(known):
+    return steps.for_model(known.model, known.backbone, steps.PLAIN)
+
+
+def close(found, expected, tolerance=TOLERANCE):
+    np.testing.assert_allclose(np.array(found), np.array(expected), atol=tolerance, rtol=0)
+
+
+def contents(entry):
+    """The arrays that a cache holds of its rows."""
+    if isinstance(entry.state[0], list):
+        return entry.cache
+    return [value[:, :, : entry.offset] for value in (entry.keys, entry.values)]
+
+
+def assert_same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        for mine, theirs in zip(contents(one), contents(other), strict=True):
+            close(mine, theirs)
+
+
+def arm(caches):
+    for entry in caches:
+        if hasattr(entry, "arm"):
+            entry.arm()
+
+
+def take_back(caches, W, n):
+    """Keep n of the W rows just fed."""
+    for entry in caches:
+        if hasattr(entry, "arm"):
+            entry.keep(n)
+        else:
+            entry.offset -= W - n
+
+
+def tokens_for(known, count, seed=3):
+    return mx.random.randint(5, 300, (1, count), key=mx.random.key(seed))
+
+
+@pytest.mark.slow
+def test_compiled_steps_equal_the_modules_forward(known, step):
+    mine, theirs = known.make_cache(), known.make_cache()
+    for W in (6, 1, 1, 7):
+        rows = tokens_for(known, W, seed=W)
+        close(step(rows, mine, TAPS)[0], known.forward(rows, theirs, TAPS).hidden)
+    assert_same(mine, theirs)
+
+
+def test_steps_of_any_width_equal_the_modules_forward(known, step):
+    text, mine, theirs = tokens_for(known, 80), known.make_cache(), known.make_cache()
+    for caches in (mine, theirs):
+        known.forward(text[:, :11], caches)
+    done = 11
+    for W in WIDTHS:
+        rows = text[:, done : done + W]
+        assert step.fits(rows, mine)
+        hidden, taps = step(rows, mine, TAPS)
+        expected = known.forward(rows, theirs, TAPS)
+        close(hidden, expected.hidden)
+        for one, other in zip(taps, expected.taps, strict=True):
+            close(one, other)
+        close(step.score(hidden), known.score(expected.hidden))
+        assert_same(mine, theirs)
+        done += W
+
+
+@pytest.mark.parametrize("W", [2, 8, 17])
+def test_rows_can_be_taken_back(known, step, W):
+    text = tokens_for(known, 40)
+    for n in {0, 1, W // 2, W}:
+        mine, theirs = known.make_cache(), known.make_cache()
+        for caches in (mine, theirs):
+            known.forward(text[:, :7], caches)
+        arm(mine)
+        step(text[:, 7 : 7 + W], mine)
+        take_back(mine, W, n)
+        if n:
+            known.forward(text[:, 7 : 7 + n], theirs)
+        assert_same(mine, theirs)
+
+
+def test_a_step_may_be_the_first_of_a_text_and_may_grow_the_buffers(known, step, monkeypatch):
+    monkeypatch.setattr(steps, "GROWTH", 8)
+    text, mine, theirs = tokens_for(known, 31), known.make_cache(), known.make_cache()
+    for start in range(0, 31, 6):
+        found, _ = step(text[:, start : start + 6], mine)
+        close(found, known.forward(text[:, start : start + 6], theirs).hidden)
+    assert_same(mine, theirs)
+
+
+def test_only_what_it_was_made_for_fits(known, step):
+    caches = known.make_cache()
+    assert step.fits(tokens_for(known, 24), caches)
+    assert not step.fits(tokens_for(known, 25), caches)
+    assert not step.fits(mx.zeros((2, 3), mx.int32), caches)
+    assert not step.fits(tokens_for(known, 3), None)
+    if any(isinstance(entry.state[0], list) for entry in caches):
+        caches[0].lengths = mx.array([3])
+        assert not step.fits(tokens_for(known, 3), caches)
+
+
+def test_many_rows_are_not_scored(known, step):
+    assert step.score(mx.zeros((2, 13, known.hidden_size))) is None
+
+
+def test_a_cpu_never_runs_a_step(known):
+    assert known.step is None
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "granite", "cohere", "qwen2", "lfm2"])
+def test_a_model_that_is_not_known_has_no_step(kind, tmp_path):
+    other = target.load(str(tiny.folder(kind, tmp_path)), dtype="float32")
+    assert steps.for_model(other.model, other.backbone) is None
+
+
+def test_a_quantised_model_is_stepped_too(tmp_path):
+    folder = tiny.quantised(tiny.folder("qwen3", tmp_path), tmp_path)
+    stored = target.load(str(folder), dtype="float32")
+    step, caches = steps.for_model(stored.model, stored.backbone, steps.PLAIN), [stored.make_cache() for _ in range(2)]
+    rows = tokens_for(stored, 9)
+    hidden, _ = step(rows, caches[0])
+    close(hidden, stored.forward(rows, caches[1]).hidden, 3e-4)  # quantised products sum in another order still
