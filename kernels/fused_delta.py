@@ -234,7 +234,8 @@ class Layout(typing.NamedTuple):
         return SIMD // self.lanes * self.rows * self.simdgroups
 
 
-LAYOUT = Layout()  # assumed
+LAYOUT = Layout()  # assumed; compiled for an H200 at Dk = 128 it takes 125 registers a thread
+LONG_KEYS = Layout(rows=1)  # above that, where two rows' shares would leave the registers
 
 
 def case(k, v, g):
@@ -250,13 +251,15 @@ def serves(k):
     return k.shape[-1] % SIMD == 0 and k.shape[-1] <= MOST_KEYS
 
 
-def step(q, k, v, g, beta, state=None, mask=None, record=False, build=None, layout=LAYOUT):
+def step(q, k, v, g, beta, state=None, mask=None, record=False, build=None, layout=None):
     """The rule over T tokens in one launch. Arguments and results as `gated_delta.gated_delta`, for keys it `serves`.
 
-    build   as `portable.Kernel` takes it;  layout  how threads share the work
+    build   as `portable.Kernel` takes it
+    layout  how threads share the work; None is the one for this Dk
     """
     R, T, Hv, Dv = v.shape
     Hk, Dk = k.shape[2:]
+    layout = layout or (LAYOUT if Dk <= 128 else LONG_KEYS)
     template = {"KeyT": k.dtype, "ValueT": v.dtype, "GateT": g.dtype, "Hk": Hk, "Hv": Hv, "Dk": Dk, "Dv": Dv}
     template |= {"LANES": layout.lanes, "ROWS": layout.rows, "SIMDGROUPS": layout.simdgroups}
     template |= {"VECTOR": g.ndim == 4, "MASKED": mask is not None, "RECORD": record}

@@ -296,7 +296,7 @@ KERNEL_CASES = {  # case -> key dimension and layout: each is compiled once, for
     "scalar": (32, (4, 1, 1)),
     "vector": (96, (8, 2, 3)),
     "masked": (64, (16, 3, 2)),
-    "resets": (256, (8, 1, 1)),
+    "resets": (256, fused_delta.LONG_KEYS),
     "vector masked resets": (32, (8, 2, 1)),
 }
 
