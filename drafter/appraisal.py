@@ -21,8 +21,9 @@ NGRAM_ORDER = 5
 TEMPERATURE = 0.8
 ROWS = 32  # scored at once: at 512 tokens and 3,072 ids, 0.2 GB of logits
 RULE = (
-    "prefix and continuation together, cut after the last line end, are read by Python's tokenize; an error that only"
-    " says the text ends inside a bracket or a triple-quoted string is the cut's doing and passes"
+    "prefix and continuation together, cut after the last line end, are read by Python's tokenize without an error; a"
+    " bracket or a triple-quoted string that is open at the cut is none, as long as a statement was completed after the"
+    " prefix's last line"
 )
 CUT_ERRORS = ("EOF in multi-line", "unterminated triple-quoted")  # as Python 3.11, and 3.12 and later, word them
 
@@ -109,7 +110,7 @@ def row_bits(target, rows):
 
 
 def continuations(target, texts, settings, stop=math.inf):
-    """What a target writes after passages of texts: [{"id", "prefix", "continuation", "verdict"}].
+    """What a target writes after passages of texts: [{"id", "prefix", "continuation", "tokenizes"}].
 
     All of settings.samples are written at once, at TEMPERATURE, settings.sample_tokens each unless it ends the text.
     """
@@ -130,28 +131,32 @@ def continuations(target, texts, settings, stop=math.inf):
     found = {job.id: tokens[:-1] if finish == "stop" else tokens for job, tokens, finish in written}
     texts_of = {row["question_id"]: (row["prompt"], target.tokenizer.decode(found[row["question_id"]])) for row in rows}
     return [
-        {"id": name, "prefix": prefix, "continuation": text, "verdict": verdict(prefix + text)}
+        {"id": name, "prefix": prefix, "continuation": text, "tokenizes": tokenizes(prefix, text)}
         for name, (prefix, text) in texts_of.items()
     ]
 
 
 def summary(written, settings):
     """How many samples pass, and by which rule."""
-    counts = {kind: sum(row["verdict"] == kind for row in written) for kind in ("whole", "cut", "fails")}
-    passed = counts["whole"] + counts["cut"]
+    passed = sum(row["tokenizes"] for row in written)
     shape = {"temperature": TEMPERATURE, "tokens": settings.sample_tokens, "count": len(written)}
-    return shape | {"pass_tokenize": passed, "of_which_cut_inside": counts["cut"], "rule": RULE}
+    return shape | {"pass_tokenize": passed, "rule": RULE}
 
 
-def verdict(source):
-    """Whether Python's tokenize reads source text up to its last line end: "whole", "cut" (see RULE) or "fails"."""
-    lines = source[: source.rfind("\n") + 1]
+def tokenizes(prefix, continuation):
+    """Whether Python's tokenize reads a continuation behind its prefix, by RULE; the prefix has no line end."""
+    source, last = prefix + continuation, 0  # last: the line in which a statement was last completed
+    readline = io.StringIO(source[: source.rfind("\n") + 1]).readline
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes and numbers that a later Python refuses
-            kinds = {token.type for token in tokenize.generate_tokens(io.StringIO(lines).readline)}
+            for token in tokenize.generate_tokens(readline):
+                if token.type == tokenize.ERRORTOKEN:  # until Python 3.11 it was no exception
+                    return False
+                last = token.end[0] if token.type == tokenize.NEWLINE else last
     except tokenize.TokenError as error:
-        return "cut" if any(words in str(error) for words in CUT_ERRORS) else "fails"
+        if not any(words in str(error) for words in CUT_ERRORS):
+            return False
     except SyntaxError:  # IndentationError: a dedent to no outer level
-        return "fails"
-    return "fails" if tokenize.ERRORTOKEN in kinds else "whole"
+        return False
+    return last > prefix.count("\n") + 1

@@ -2,9 +2,9 @@
 
 R rows, T tokens a row, n tokens of the stream.
 
-A run folder holds config.yaml, metrics.jsonl, tokenizer files and steps as a drafter's run does, `passages.jsonl.gz`
-(prompts from the training side, for a drafter's answers), and at the end `target/`: a model folder with samples.json
-and report.json.
+A run folder holds config.yaml, metrics.jsonl and steps as a drafter's run does, the tokenizer, and, at the end,
+`target/`: a model folder with samples.json, report.json and passages.jsonl.gz, prompts from the training side for a
+drafter's answers.
 """
 
 import dataclasses
@@ -204,7 +204,8 @@ class Pretraining:
     def train(self, argv, log, stopping):
         """Take the steps that remain; returns (steps done, whether the schedule ended)."""
         settings = self.settings.trainer
-        self.write_inputs()
+        if not (self.run / "tokenizer.json").is_file():
+            scratch.write_tokenizer(self.run, self.tokenizer)
         loop = trainer.Trainer(self.model, NextToken(), self.settings.optimizer, settings.steps, self.dtype)
         clock = Clock(settings, self.restore(loop))
         batch = self.held.fixed(settings.validation_rows)
@@ -220,15 +221,6 @@ class Pretraining:
             log=log,
             stopping=stopping,
         )
-
-    def write_inputs(self):
-        """Write the tokenizer and the passages for a drafter's answers into the run folder, once."""
-        if not (self.run / "tokenizer.json").is_file():
-            scratch.write_tokenizer(self.run, self.tokenizer)
-        rows = library.passages(self.library.train, PASSAGES)
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        with manifest.atomic(self.run / "passages.jsonl.gz") as stream:
-            stream.write(gzip.compress(lines.encode(), mtime=0))  # no time in it: the same text, the same bytes
 
     def restore(self, loop):
         """Continue from the newest whole step when asked; returns the seconds that its steps took."""
@@ -276,6 +268,7 @@ class Pretraining:
         weights = {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
         scratch.write_model(folder, self.model.config, weights)
         scratch.write_tokenizer(folder, self.tokenizer)
+        self.write_passages(folder / "passages.jsonl.gz")
         target = targets.load(folder, dtype=self.dtype)
         self.check_tokenizer(target)
         record = self.record(argv) | {"kind": "pretrain", "target": target.identity()}
@@ -290,6 +283,13 @@ class Pretraining:
             manifest.write_json(folder / "samples.json", {"rule": appraisal.RULE, "samples": written})
         manifest.write(folder, **record, extra=found)
         return found
+
+    def write_passages(self, path):
+        """Write the prompts for a drafter's answers: PASSAGES of the training side."""
+        rows = library.passages(self.library.train, PASSAGES)
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        with manifest.atomic(path) as stream:
+            stream.write(gzip.compress(lines.encode(), mtime=0))  # no time in it: the same text, the same bytes
 
     def check_tokenizer(self, target):
         """Refuse a tokenizer that came back from the folder as another one than the model was trained with."""

@@ -75,23 +75,27 @@ def test_bits_do_not_depend_on_how_rows_are_batched(tiny_target, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("source", "expected"),
+    ("prefix", "continuation", "expected"),
     [
-        ("x = 1\n", "whole"),
-        ("def f():\n    return 1\n", "whole"),
-        ("x = 1\nthis is cut (", "whole"),  # after the last line end
-        ("x = 1", "whole"),  # no line end: nothing is left
-        ("call(1,\n", "cut"),
-        ('"""still open\n', "cut"),
-        ("x = f('''a\n", "cut"),
-        ("x = 'open\n", "fails"),
-        ("if x:\n        y\n    z\n", "fails"),  # a dedent to no outer level
-        ("x = a ? b\n", "fails"),
-        ("x = $y\n", "fails"),
+        ("x = 1", "\ny = 2\n", True),
+        ("x = 1", "\ny = 2\nthis is cut (", True),  # after the last line end
+        ("x = 1", "\n", False),  # nothing of its own was completed
+        ("x = 1", "\ny = 2", False),
+        ("def f():", "\n    return 1\n", True),
+        ("x = f(1,", "\n  2)\n", True),
+        ("x = f(1,", "\n  2,\n  3,\n", False),  # what the prefix left open stays open
+        ('def f():\n    """Says', " what\n\n    it does.\n", False),
+        ('def f():\n    """Says', ' what\n    """\n', True),
+        ('def f():\n    """Says', ' what\n    """\n    y = g(\n        1,\n', True),
+        ("x = 1", '\ny = 2\nz = """still open\n', True),
+        ("x = 1", "\ny = 2\nz = 'open\n", False),
+        ("if x:", "\n        y\n    z\n", False),  # a dedent to no outer level
+        ("x = 1", "\ny = a ? b\n", False),
+        ("x = 1", "\ny = $z\n", False),
     ],
 )
-def test_verdicts_are_those_of_pythons_tokenize(source, expected):
-    assert appraisal.verdict(source) == expected
+def test_samples_pass_by_pythons_tokenize_and_the_rule_of_the_cut(prefix, continuation, expected):
+    assert appraisal.tokenizes(prefix, continuation) == expected
 
 
 def test_continuations_are_written_after_held_out_passages(tiny_target):
@@ -101,15 +105,14 @@ def test_continuations_are_written_after_held_out_passages(tiny_target):
     for row in written:
         assert (SOURCE * 3).startswith(row["prefix"])
         assert row["continuation"]
-        assert row["verdict"] == appraisal.verdict(row["prefix"] + row["continuation"])
+        assert row["tokenizes"] == appraisal.tokenizes(row["prefix"], row["continuation"])
     assert written == appraisal.continuations(target, texts, SETTINGS)
     assert len({row["continuation"] for row in written}) > 1  # sampled, each row by itself
 
 
 def test_a_summary_counts_what_passes():
-    rows = [{"verdict": kind} for kind in ("whole", "cut", "fails", "whole")]
-    found = appraisal.summary(rows, SETTINGS)
-    assert (found["count"], found["pass_tokenize"], found["of_which_cut_inside"]) == (4, 3, 1)
+    found = appraisal.summary([{"tokenizes": passes} for passes in (True, False, True)], SETTINGS)
+    assert (found["count"], found["pass_tokenize"]) == (3, 2)
     assert (found["temperature"], found["tokens"]) == (0.8, 6)
 
 

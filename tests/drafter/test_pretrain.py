@@ -248,7 +248,7 @@ def test_the_target_answers_for_itself_and_loads(finished):
     assert record.data == whole.library.digests()
     assert set(record.files) == {
         *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
-        *("samples.json", "report.json"),
+        *("samples.json", "report.json", "passages.jsonl.gz"),
     }
     assert json.loads((whole.run / "target" / "report.json").read_text()) == report == record.extra
     assert report["trained_tokens"] == report["step"] * 5 * 21
@@ -258,7 +258,7 @@ def test_the_target_answers_for_itself_and_loads(finished):
 
 
 def test_passages_of_the_training_side_are_prompts_for_a_drafters_answers(finished):
-    texts = [prompt.text for prompt in read_prompts(finished[0].run / "passages.jsonl.gz")]
+    texts = [prompt.text for prompt in read_prompts(finished[0].run / "target" / "passages.jsonl.gz")]
     assert texts and all(any(text in file.text for file in TRAIN) for text in texts)
 
 

@@ -63,16 +63,14 @@ def test_a_run_writes_its_files_and_closes_with_its_report(command, tmp_path):
     code, closing, card, err = command()
     run = tmp_path / "runs" / "reference_hybrid" / "one"
     assert (code, closing["status"], closing["out"], closing["steps"]) == (0, "done", str(run), 4), err[-2000:]
-    names = {"config.yaml", "metrics.jsonl", "manifest.json", "latest", "best", "step-2", "step-4", "target"}
-    assert {path.name for path in run.iterdir()} == names | {
-        "tokenizer.json", "tokenizer_config.json", "passages.jsonl.gz"
-    }  # fmt: skip
+    names = {"config.yaml", "metrics.jsonl", "manifest.json", "tokenizer.json", "tokenizer_config.json", "target"}
+    assert {path.name for path in run.iterdir()} == names | {"latest", "best", "step-2", "step-4"}
     assert os.readlink(run / "latest") == "step-4"
     for folder in (run, run / "step-4", run / "target"):
         manifest.verify(folder)
     assert closing["bits_per_byte"] > 0 and closing["samples"]["count"] == 2
     assert str(run) in card and card.count("bits a held-out byte") == 2
-    assert len(prompts.read_prompts(run / "passages.jsonl.gz")) > 2
+    assert len(prompts.read_prompts(run / "target" / "passages.jsonl.gz")) > 2
 
     code, closing, *_ = command()
     assert code == 2 and "holds a run already" in closing["error"]
