@@ -285,7 +285,10 @@ def show_card(lines, stream):
 
 
 def closing(result, out):
-    """The closing figures of a ksweep: its best drafting arm, and whether any divergence is a defect."""
+    """The closing figures of a ksweep: its best drafting arm, how many prompts' plain continuations do not loop, and
+    whether any divergence is a defect."""
+    from decode.lab import experiment
+
     drafted = [arm for arm in result["arms"] if arm["kind"] == "dflash" and arm["speedup"]]
     best = max(drafted, key=lambda arm: arm["speedup"]["ratio"], default=None)
     defects = sum(arm["divergences"]["defect"] for arm in result["arms"] if arm["divergences"])
@@ -302,6 +305,7 @@ def closing(result, out):
         "status": "failed" if defects else "done",
         "out": str(out),
         **figures,
+        "loop_free_prompts": len(result["config"]["prompts"]["used"]) - len(experiment.loops(result)),
         "defects": defects,
         "flagged_rows": flagged,
     }

@@ -66,6 +66,8 @@ def test_ksweep_prints_a_card_a_table_and_a_closing_line_and_writes_its_result(c
         assert words in shown
     assert "timed" in err and "Traceback" not in err
     result = json.loads(out.read_text())
+    looping = {row["prompt"] for row in result["rows"] if row["arm"] == "plain" and row["loop_fraction"] >= 0.05}
+    assert closing["loop_free_prompts"] == 2 - len(looping)
     assert [arm["name"] for arm in result["arms"]] == ["mlx_lm", "plain", "ngram-2", "dflash-2", "dflash-3"]
     assert result["config"]["block_sizes"] == [2, 3] and result["config"]["seed"] == 0
     assert [path.name for path in out.parent.iterdir()] == ["result.json"]
