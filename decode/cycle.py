@@ -151,7 +151,7 @@ class Loop:
             return Step(*self._land(), None)
         forward = self._forward(mx.array(last, mx.uint32))
         self._observe(last, forward.taps)
-        logits = self.target.score(forward.hidden[0])
+        logits = self.target.score(mx.squeeze(forward.hidden, 0))
         return Step(self._emit((mx.argmax(logits[-1]).item(),), fed=False), logits, None)
 
     def cycle(self):
@@ -186,7 +186,7 @@ class Loop:
         self.transaction.begin(len(tokens), tokens)
         try:
             forward = self._forward(tokens)
-            logits = self.target.score(forward.hidden[0])
+            logits = self.target.score(mx.squeeze(forward.hidden, 0))
             return logits, forward.taps, accept(logits, tokens[1:])
         except BaseException:  # an interrupt too: the caches must not keep rows that nobody judged
             self.transaction.abort()
@@ -201,7 +201,7 @@ class Loop:
 
     def _launch(self, token):
         """Start the forward of one token [1] and return the next token [1] and its logits [1,V], not waited for."""
-        logits = self.target.score(self._forward(token).hidden[0])
+        logits = self.target.score(mx.squeeze(self._forward(token).hidden, 0))
         choice = mx.argmax(logits, axis=-1)
         self._quantize()
         mx.async_eval(choice)

@@ -12,6 +12,7 @@ The model is not touched: `plan` reads its weights, and only architectures that 
 
 import dataclasses
 import functools
+import math
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,6 +22,7 @@ from mlx_lm.models.cache import KVCache
 from drafter import hybrid
 from kernels import block_attention, fused_layer, fused_rows, small_matmul, verdicts
 from kernels.plain_delta import Tape
+from kernels.portable import WIDE
 from kernels.small_matmul import MOST_ROWS, Quantised
 
 WIDTHS = (1, 8, 16, MOST_ROWS)  # M: one row, or whole tiles of the few-row products
@@ -67,7 +69,7 @@ PLAIN = Route(
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where the rows stand, as arrays: rows before them, how many of the M count, `keys_of_a_part`."""
+    """Where the rows stand, as scalar arguments: rows before them, how many of the M count, `keys_of_a_part`."""
 
     offset: mx.array
     rows: mx.array
@@ -194,7 +196,9 @@ def frequencies(rope):
     if type(rope) is rope_utils.Llama3RoPE:
         return 1 / rope._freqs
     half = rope.dims // 2
-    return rope.scale * mx.exp(-mx.arange(half) / half * mx.log(mx.array(float(rope.base))))
+    turns = rope.scale * mx.exp(-mx.arange(half) / half * math.log(rope.base))
+    mx.eval(turns)  # or every step would compute them again
+    return turns
 
 
 def plan_recurrence(layer):
@@ -264,8 +268,8 @@ class Step:
         offset = next(entry.offset for entry in cache if type(entry) is KVCache)
         record = any(getattr(entry, "recording", False) for entry in cache)
         states = [self.state(layer, entry, W) for layer, entry in zip(self.layers, cache, strict=True)]
-        numbers = [mx.array(n, mx.int32) for n in (offset, W, block_attention.keys_of_a_part(offset))]
-        hidden, tapped, left = self.function(tuple(taps), record)(pad_rows(tokens, width(W)), numbers, states)
+        place = mx.array([offset, block_attention.keys_of_a_part(offset) + W], mx.int32)
+        hidden, tapped, left = self.function(tuple(taps), record)(pad_rows(tokens, width(W)), place, states)
         for entry, rows in zip(cache, left, strict=True):
             (append if type(entry) is KVCache else leave)(entry, rows, W)
         return hidden[:, :W], tuple(tap[:, :W] for tap in tapped)
@@ -291,20 +295,30 @@ class Step:
         return entry.keys, entry.values
 
     def function(self, taps, record):
-        """The compiled forward for these taps: (tokens [1,M], numbers, states) -> (hidden, taps, what layers leave)."""
+        """The compiled forward: (tokens [1,M], place [2], states) -> (hidden, taps, what layers leave)."""
         if (taps, record) not in self.functions:
             self.functions[taps, record] = mx.compile(functools.partial(self.forward, taps, record))
         return self.functions[taps, record]
 
-    def forward(self, taps, record, tokens, numbers, states):
+    def forward(self, taps, record, tokens, place, states):
         """The forward in one go, over every layer."""
-        x, place, tapped, left = self.backbone.embed_tokens(tokens), Place(*numbers), {}, []
+        x, place, tapped, left = self.backbone.embed_tokens(tokens), locate(place), {}, []
         for index, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
             x, rows = layer.run(self.route, x, place, state, record)
             tapped[index] = x
             left.append(rows)
         norm = self.backbone.norm
         return mx.fast.rms_norm(x, norm.weight, norm.eps), [tapped[index] for index in taps], left
+
+
+def locate(place):
+    """The Place of (rows before, keys of a part + rows that count), int32 [2].
+
+    Widened on the device, where every launch reads it: see `portable.whole_number`. Parts are whole multiples of 32.
+    """
+    wide = mx.broadcast_to(place[:, None], (2, WIDE)) + mx.zeros((2, WIDE), mx.int32)
+    offset, packed, unit = wide[:1], wide[1:], block_attention.LEAST_KEYS
+    return Place(offset, packed % unit, packed // unit * unit)
 
 
 def width(W):
@@ -320,11 +334,9 @@ def pad_rows(x, M):
 
 def append(entry, rows, W):
     """Write the first W of the rows' keys and values [1,G,M,d] behind those that a KVCache holds."""
-    start = mx.array([entry.offset])
-    keys, values = (value[:, :, :W] for value in rows)
-    entry.keys = mx.slice_update(entry.keys, keys, start, axes=(2,))
-    entry.values = mx.slice_update(entry.values, values, start, axes=(2,))
-    entry.offset += W
+    end = entry.offset + W
+    entry.keys[:, :, entry.offset : end], entry.values[:, :, entry.offset : end] = (value[:, :, :W] for value in rows)
+    entry.offset = end
 
 
 def leave(entry, rows, W):

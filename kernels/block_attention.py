@@ -10,7 +10,7 @@ import functools
 
 import mlx.core as mx
 
-from kernels.portable import Kernel
+from kernels.portable import Kernel, first, float_bits
 from kernels.verdicts import Check
 
 MOST_PARTS = 65  # of a context, each the work of a simdgroup for 16 rows (assumed: fills an H200 at four heads)
@@ -57,8 +57,8 @@ def attend_rows(queries, keys, values, length, part, block_keys, block_values, s
     """Softmax attention of the W rows of a verify: each sees a cache's rows and its own block up to itself.
 
     queries      [1,H,W,d]      H·W/G rows share a key/value head and are scored together
-    keys, values [1,G,L,d]      a cache's buffers, of which the first `length` (int32, one element) rows count
-    part         int32, one element: `keys_of_a_part(length)`, the keys that one simdgroup takes
+    keys, values [1,G,L,d]      a cache's buffers, of which the first `length` (int32, its first element) rows count
+    part         int32, its first element: `keys_of_a_part(length)`, the keys that one simdgroup takes
     block_keys, block_values    [1,G,W,d], the rows' own
     scale        float          multiplies the scores
     gate         [1,W,H,2,d]    a gated query projection: the answer is multiplied by the sigmoid of its second half
@@ -72,9 +72,9 @@ def attend_rows(queries, keys, values, length, part, block_keys, block_values, s
     tiles = -(-rows // 16)
     sizes = {"T": queries.dtype, "D": d, "WIDTH": W, "ROWS": rows, "TILED": tiles * 16, "GROUPS": G}
     answers, stats = PARTS(
-        [queries, keys, values, block_keys, block_values, mx.array([scale], mx.float32)],
+        [queries, keys, values, block_keys, block_values],
         scalars=[length, L, part],
-        template=sizes,
+        template={**sizes, "SCALE": float_bits(scale)},
         groups=(MOST_PARTS, tiles, G),
         threads=(32, 1, 1),
         shapes=[(MOST_PARTS, G, tiles * 16, d), (MOST_PARTS, G, tiles * 16, 2)],
@@ -112,7 +112,7 @@ def attend_rows_reference(queries, keys, values, length, part, block_keys, block
     """`attend_rows` in plain operations, which know no parts."""
     _, H, W, d = queries.shape
     L = keys.shape[2]
-    context = mx.broadcast_to(mx.arange(L)[None] < length, (W, L))
+    context = mx.broadcast_to(mx.arange(L)[None] < first(length), (W, L))
     seen = mx.concatenate([context, mx.arange(W)[:, None] >= mx.arange(W)[None]], axis=1)
     keys, values = (mx.concatenate(both, axis=2) for both in ((keys, block_keys), (values, block_values)))
     answer = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=seen)
@@ -164,7 +164,7 @@ def by_stock(q, k, v, own_k, own_v):
 # For V, column g of tile j is element 8g + j of 64, so that a lane's 16-byte loads hold its columns of eight tiles.
 PARTS = Kernel(
     "attend_rows",
-    inputs=["queries", "keys", "values", "block_keys", "block_values", "scale"],
+    inputs=["queries", "keys", "values", "block_keys", "block_values"],
     scalars=["length", "rows", "part"],
     outputs=["answers", "stats"],
     body="""
@@ -174,7 +174,7 @@ PARTS = Kernel(
   if (begin >= end) return;
   auto K = keys + (long)head * SCALAR(rows) * D, V = values + (long)head * SCALAR(rows) * D;
   auto own_K = block_keys + head * WIDTH * D, own_V = block_values + head * WIDTH * D;
-  const float factor = scale[0];
+  const float factor = FLOAT_OF_BITS(SCALE);
 
   int row[2];
   Words q[2][D / 32];

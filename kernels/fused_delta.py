@@ -282,9 +282,10 @@ def replay(state, tape, n, build=None):
     """The state after the first n rows of a tape, in one launch. Arguments as `gated_delta.replay`."""
     R, T, Hv, Dv = tape.delta.shape
     Hk, Dk = tape.k.shape[2:]
+    each = not isinstance(n, int) and n.size > 1
     n = scalar(n)
     template = {"KeyT": tape.k.dtype, "GateT": tape.g.dtype, "Hk": Hk, "Hv": Hv, "Dk": Dk, "Dv": Dv}
-    template |= {"THREADS": REPLAY_THREADS, "VECTOR": tape.g.ndim == 4, "EACH": n.size > 1}
+    template |= {"THREADS": REPLAY_THREADS, "VECTOR": tape.g.ndim == 4, "EACH": each}
     return replay_kernel(
         [mx.zeros((R, Hv, Dv, Dk)) if state is None else state, tape.delta, tape.k, tape.g, n],
         scalars=[T],

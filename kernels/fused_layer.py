@@ -17,7 +17,7 @@ from kernels.causal_conv import causal_conv
 from kernels.fused_delta import FEW, HEADER, LAYOUT, TOLERANCE
 from kernels.gated_delta import gated_delta
 from kernels.plain_delta import Tape
-from kernels.portable import SIMD, Kernel
+from kernels.portable import SIMD, Kernel, first
 
 EPSILON = 1e-6  # added to the sum of squares that queries and keys are normalised by, as mlx-lm does
 MOST = 24  # tokens: three tiles of the few-row products, into which a verify's rows are padded
@@ -182,7 +182,7 @@ def by_parts(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=Fa
     q, k = (mx.fast.rms_norm(part.reshape(*qkv.shape[:2], Hk, Dk), None, EPSILON / Dk) for part in (q, k))
     g = mx.exp(-mx.exp(A.astype(mx.float32)) * mx.logaddexp(a + dt, 0))
     v = v.reshape(*qkv.shape[:2], Hv, Dv)
-    mask = None if kept is None else mx.broadcast_to(mx.arange(qkv.shape[1]) < kept, qkv.shape[:2])
+    mask = None if kept is None else mx.broadcast_to(mx.arange(qkv.shape[1]) < first(kept), qkv.shape[:2])
     y, state, tape = gated_delta(q / Dk, k * Dk**-0.5, v, g, mx.sigmoid(b), state, mask, record=record)
     return y, state, window, tape
 

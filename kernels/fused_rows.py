@@ -8,7 +8,7 @@ import functools
 
 import mlx.core as mx
 
-from kernels.portable import SIMD, Kernel
+from kernels.portable import SIMD, Kernel, first, float_bits
 from kernels.verdicts import Check
 
 MEASURED = 16  # rows at which the kernels are measured
@@ -21,7 +21,7 @@ def rotate_heads(q, k, v, norms, frequencies, offset, *, heads, gated=False, eps
     q [1,W,H·d], or [1,W,H,2·d] with each head's gate after its query where `gated`;  k, v [1,W,G·d]
     norms        (q_norm, k_norm), both [d], or None for heads without norms;  eps: theirs
     frequencies  [m] float32, m ≤ d/2: radians a position; element i turns with element i + m, elements past 2m stay
-    offset       int32, one element: the first row's position
+    offset       int32, its first element: the first row's position
     heads        (H, G)
     Returns q [1,H,W,d], k and v [1,G,W,d].
     """
@@ -29,15 +29,18 @@ def rotate_heads(q, k, v, norms, frequencies, offset, *, heads, gated=False, eps
     W, d = k.shape[1], k.shape[2] // G
     kernel = ROTATE[norms is not None]
     return kernel(
-        [q, k, v, frequencies, *([*norms, number(eps)] if norms else [])],
+        [q, k, v, frequencies, *(norms or ())],
         scalars=[offset],
-        template={"T": q.dtype, "D": d, "HEADS": H, "GROUPS": G, "WIDTH": W, "HALF": frequencies.size, "GATED": gated},
+        template={
+            "T": q.dtype, "D": d, "HEADS": H, "GROUPS": G, "WIDTH": W, "HALF": frequencies.size, "GATED": gated,
+            "EPSILON": float_bits(eps),
+        },
         groups=(H + 2 * G, W, 1),
         threads=(32, 1, 1),
         shapes=[(1, H, W, d), (1, G, W, d), (1, G, W, d)],
         dtypes=[q.dtype] * 3,
         build=build,
-    )
+    )  # fmt: skip
 
 
 def rotate_heads_reference(q, k, v, norms, frequencies, offset, *, heads, gated=False, eps=0.0):
@@ -48,7 +51,7 @@ def rotate_heads_reference(q, k, v, norms, frequencies, offset, *, heads, gated=
     if norms:
         q, k = (mx.fast.rms_norm(part, weight, eps) for part, weight in zip((q, k), norms))
     q, k, v = (part.swapaxes(1, 2) for part in (q, k, v))
-    turn = {"traditional": False, "base": None, "scale": 1.0, "offset": offset, "freqs": 1 / frequencies}
+    turn = {"traditional": False, "base": None, "scale": 1.0, "offset": first(offset), "freqs": 1 / frequencies}
     return (*(mx.fast.rope(part, 2 * frequencies.size, **turn) for part in (q, k)), v)
 
 
@@ -59,8 +62,8 @@ def gated_norm(y, z, weight, eps, build=None):
     """
     _, W, Hv, Dv = y.shape
     return GATED_NORM(
-        [y, z, weight, number(eps)],
-        template={"T": y.dtype, "DV": Dv, "ROWS": W * Hv},
+        [y, z, weight],
+        template={"T": y.dtype, "DV": Dv, "ROWS": W * Hv, "EPSILON": float_bits(eps)},
         groups=(-(-W * Hv // 4), 1, 1),
         threads=(128, 1, 1),
         shapes=[(1, W, Hv * Dv)],
@@ -74,12 +77,6 @@ def gated_norm_reference(y, z, weight, eps):
     gate = z.reshape(y.shape).astype(mx.float32)
     normed = mx.fast.rms_norm(y, weight, eps).astype(mx.float32)
     return (gate * mx.sigmoid(gate) * normed).astype(y.dtype).reshape(1, y.shape[1], -1)
-
-
-@functools.cache
-def number(value):
-    """One float32 array for each number, made once: a new array would be a copy to the device in every call."""
-    return mx.array([value], mx.float32)
 
 
 def case(dtype, *sizes):
@@ -134,7 +131,7 @@ template <int COUNT> HELPER float squares(LANE_ARRAY(float) x) {
 ROTATE = {
     normed: Kernel(
         "rotate_heads" + ("_normed" if normed else ""),
-        inputs=["q", "k", "v", "frequencies", *(["q_norm", "k_norm", "eps"] if normed else [])],
+        inputs=["q", "k", "v", "frequencies", *(["q_norm", "k_norm"] if normed else [])],
         scalars=["offset"],
         outputs=["turned_q", "turned_k", "turned_v"],
         header=HEADER,
@@ -151,7 +148,7 @@ ROTATE = {
         + (
             """
   if (!is_v) {
-    const float inverse = RSQRT(squares<D / 32>(x) / D + eps[0]);
+    const float inverse = RSQRT(squares<D / 32>(x) / D + FLOAT_OF_BITS(EPSILON));
     auto weight = is_q ? q_norm : k_norm;
     UNROLL
     for (int i = 0; i < D / 32; ++i) x[i] = F32(CAST(T, F32(weight[i * 32 + LANE]) * F32(CAST(T, x[i] * inverse))));
@@ -182,7 +179,7 @@ ROTATE = {
 
 GATED_NORM = Kernel(
     "gated_norm",
-    inputs=["y", "z", "weight", "eps"],
+    inputs=["y", "z", "weight"],
     outputs=["out"],
     header=HEADER,
     body="""
@@ -191,7 +188,7 @@ GATED_NORM = Kernel(
   float x[DV / 32];
   UNROLL
   for (int i = 0; i < DV / 32; ++i) x[i] = F32(y[row * DV + i * 32 + LANE]);
-  const float inverse = RSQRT(squares<DV / 32>(x) / DV + eps[0]);
+  const float inverse = RSQRT(squares<DV / 32>(x) / DV + FLOAT_OF_BITS(EPSILON));
   UNROLL
   for (int i = 0; i < DV / 32; ++i) {
     const int at = row * DV + i * 32 + LANE;
