@@ -164,7 +164,6 @@ class PretrainTrainerConfig:
 
     steps: int = 4000
     minutes: float | None = None  # of training; None: no limit
-    report_minutes: float | None = None  # of the report that follows; what does not fit is left out
     rows_per_step: int = 32
     dropout: float = 0.1  # of what each branch adds to the residual stream: the text is read many times
     seed: int = 0
@@ -185,6 +184,7 @@ class PretrainConfig:
     run: str | None = None  # the run's folder under runs/NAME; None: its date and time
     out: str = "runs"
     resume: str = "never"  # never | auto: continue the run's newest whole step
+    report_minutes: float | None = None  # for the report at the end; what does not fit is left out. None: no limit
     dtype: str | None = None  # float32 | bfloat16 | float16; None: float32 on CPU, bfloat16 elsewhere
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     text: TextConfig = dataclasses.field(default_factory=TextConfig)
@@ -194,7 +194,7 @@ class PretrainConfig:
 
 
 SCHEMAS = {"config": Config, "pretrain": PretrainConfig}  # by the primary file in configs/
-NOT_TRAINING = ("run", "out", "resume", "tracking")  # keys that leave the trained weights as they are
+NOT_TRAINING = ("run", "out", "resume", "report_minutes", "tracking")  # keys that leave the trained weights as they are
 
 
 def compose(overrides):

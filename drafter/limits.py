@@ -76,7 +76,7 @@ def pretraining(config):
         ("dtype", config.dtype in (None, "float32", "bfloat16", "float16"), "float32, bfloat16 or float16"),
         ("trainer.dropout", 0 <= trainer.dropout < 1, "from 0 to below 1"),
         ("trainer.minutes", trainer.minutes is None or trainer.minutes > 0, "above 0"),
-        ("trainer.report_minutes", trainer.report_minutes is None or trainer.report_minutes > 0, "above 0"),
+        ("report_minutes", config.report_minutes is None or config.report_minutes > 0, "above 0"),
         ("trainer.save_minutes", trainer.save_minutes > 0, "above 0"),
         ("trainer.samples", trainer.samples >= 1, "at least 1"),
         ("trainer.sample_tokens", trainer.sample_tokens >= 1, "at least 1"),

@@ -3,7 +3,7 @@
 R rows, T tokens a row, n tokens of the stream.
 
 A run folder holds config.yaml, metrics.jsonl and steps as a drafter's run does, the tokenizer, and, at the end,
-`target/`: a model folder with samples.json, report.json and passages.jsonl.gz, prompts from the training side for a
+`hybrid/`: a model folder with samples.json, report.json and passages.jsonl.gz, prompts from the training side for a
 drafter's answers.
 """
 
@@ -22,7 +22,7 @@ from drafter import target as targets
 from kernels.errors import UserError
 
 PASSAGES = 4000  # prompts for a drafter's answers (assumed: at 256 tokens each, as much again as the library holds)
-FOLDER = "target"
+FOLDER = "hybrid"  # the name that the target bears from then on
 METRIC = "validation_bits_per_byte"
 
 
@@ -273,12 +273,13 @@ class Pretraining:
         self.check_tokenizer(target)
         record = self.record(argv) | {"kind": "pretrain", "target": target.identity()}
         manifest.write(folder, **record)  # should the report be cut short, the weights answer for themselves
-        limit = 60 * settings.trainer.report_minutes if settings.trainer.report_minutes else math.inf
+        limit = 60 * settings.report_minutes if settings.report_minutes else math.inf
         found, written = appraisal.report(
             target, self.library, settings.trainer, settings.text.row_tokens, seconds=limit, say=say
         )
         found = {"parameters": scratch.parameter_count(self.model), **self.trained(state), **found}
         manifest.write_json(folder / "report.json", found)
+        (folder / "samples.json").unlink(missing_ok=True)  # an earlier report's
         if written:
             manifest.write_json(folder / "samples.json", {"rule": appraisal.RULE, "samples": written})
         manifest.write(folder, **record, extra=found)

@@ -219,7 +219,7 @@ PRETRAIN_RULES = [
     ("trainer.steps", 0, 1),
     ("trainer.dropout", 1.0, 0.0),
     ("trainer.minutes", 0.0, 0.1),
-    ("trainer.report_minutes", -1.0, 0.1),
+    ("report_minutes", -1.0, 0.1),
     ("trainer.save_minutes", 0.0, 0.1),
     ("trainer.samples", 0, 1),
     ("trainer.sample_tokens", 0, 1),

@@ -231,7 +231,7 @@ def test_a_finished_run_resumes_to_its_report(finished, settings):
 
 def test_the_target_is_the_best_steps_master_weights_in_bfloat16(finished):
     whole, _, report = finished
-    folder = whole.run / "target"
+    folder = whole.run / "hybrid"
     arrays, _ = checkpoint.load_training(whole.run / f"step-{report['step']}")
     stored = mx.load(str(folder / "model.safetensors"))
     assert len(stored) == len(tree_flatten(whole.model.parameters()))
@@ -242,15 +242,15 @@ def test_the_target_is_the_best_steps_master_weights_in_bfloat16(finished):
 
 def test_the_target_answers_for_itself_and_loads(finished):
     whole, _, report = finished
-    record = manifest.verify(whole.run / "target")
-    target = targets.load(whole.run / "target")
+    record = manifest.verify(whole.run / "hybrid")
+    target = targets.load(whole.run / "hybrid")
     assert (record.kind, record.target, record.argv) == ("pretrain", target.identity(), ["words"])
     assert record.data == whole.library.digests()
     assert set(record.files) == {
         *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
         *("samples.json", "report.json", "passages.jsonl.gz"),
     }
-    assert json.loads((whole.run / "target" / "report.json").read_text()) == report == record.extra
+    assert json.loads((whole.run / "hybrid" / "report.json").read_text()) == report == record.extra
     assert report["trained_tokens"] == report["step"] * 5 * 21
     assert report["parameters"] == sum(value.size for _, value in tree_flatten(target.model.parameters()))
     assert 0 < report["bits_per_byte"] < 8 and 0 < report["ngram_5_bits_per_byte"] < 8
@@ -258,7 +258,7 @@ def test_the_target_answers_for_itself_and_loads(finished):
 
 
 def test_passages_of_the_training_side_are_prompts_for_a_drafters_answers(finished):
-    texts = [prompt.text for prompt in read_prompts(finished[0].run / "target" / "passages.jsonl.gz")]
+    texts = [prompt.text for prompt in read_prompts(finished[0].run / "hybrid" / "passages.jsonl.gz")]
     assert texts and all(any(text in file.text for file in TRAIN) for text in texts)
 
 
@@ -270,7 +270,7 @@ def test_a_vocabulary_larger_than_the_text_can_fill_is_refused(settings, tmp_pat
 
 def test_a_tokenizer_that_comes_back_otherwise_is_refused(finished, monkeypatch):
     whole, *_ = finished
-    target = targets.load(whole.run / "target")
+    target = targets.load(whole.run / "hybrid")
     monkeypatch.setattr(whole, "tokenizer", scratch.train_tokenizer(["other words " * 9], 270))
     with pytest.raises(UserError, match="reads its tokenizer otherwise"):
         whole.check_tokenizer(target)

@@ -63,17 +63,19 @@ def test_a_run_writes_its_files_and_closes_with_its_report(command, tmp_path):
     code, closing, card, err = command()
     run = tmp_path / "runs" / "reference_hybrid" / "one"
     assert (code, closing["status"], closing["out"], closing["steps"]) == (0, "done", str(run), 4), err[-2000:]
-    names = {"config.yaml", "metrics.jsonl", "manifest.json", "tokenizer.json", "tokenizer_config.json", "target"}
+    names = {"config.yaml", "metrics.jsonl", "manifest.json", "tokenizer.json", "tokenizer_config.json", "hybrid"}
     assert {path.name for path in run.iterdir()} == names | {"latest", "best", "step-2", "step-4"}
     assert os.readlink(run / "latest") == "step-4"
-    for folder in (run, run / "step-4", run / "target"):
+    for folder in (run, run / "step-4", run / "hybrid"):
         manifest.verify(folder)
     assert closing["bits_per_byte"] > 0 and closing["samples"]["count"] == 2
     assert str(run) in card and card.count("bits a held-out byte") == 2
-    assert len(prompts.read_prompts(run / "target" / "passages.jsonl.gz")) > 2
+    assert len(prompts.read_prompts(run / "hybrid" / "passages.jsonl.gz")) > 2
 
     code, closing, *_ = command()
     assert code == 2 and "holds a run already" in closing["error"]
+    assert command(resume="auto", report_minutes=1e-9)[1]["samples"] is None
+    assert command(resume="auto", report_minutes=9)[1]["samples"]["count"] == 2
     code, closing, *_ = command(resume="auto", trainer__seed=1)
     assert code == 2 and "begun with another trainer" in closing["error"]
 
