@@ -86,7 +86,7 @@ def attend_rows(queries, keys, values, length, part, block_keys, block_values, s
         scalars=[length, part],
         template={**sizes, "HEADS": H, "SHARE": H // G, "PARTS": -(-MOST_PARTS // 32)},
         groups=(H, W, 1),
-        threads=(32, 1, 1),
+        threads=(d, 1, 1),
         shapes=[(1, W, H * d)],
         dtypes=[queries.dtype],
         build=build,
@@ -177,13 +177,14 @@ PARTS = Kernel(
   const float factor = FLOAT_OF_BITS(SCALE);
 
   int row[2];
-  Words q[2][D / 32];
+  SHARED(Words, q, D * 2);  // each lane's own part of the queries, where it costs no registers: [c, half, LANE]
   UNROLL
   for (int half = 0; half < 2; ++half) {
     const int at = first + g + half * 8;
     row[half] = at < ROWS ? at : ROWS - 1;
     UNROLL
-    for (int c = 0; c < D / 32; ++c) q[half][c] = LOAD16(queries + (head * ROWS + row[half]) * D + c * 32 + t * 8);
+    for (int c = 0; c < D / 32; ++c)
+      q[(c * 2 + half) * 32 + LANE] = LOAD16(queries + (head * ROWS + row[half]) * D + c * 32 + t * 8);
   }
   float highest[2] = {-INF, -INF}, sum[2] = {0.0f, 0.0f}, out[D / 8][4] = {};
 
@@ -191,8 +192,9 @@ PARTS = Kernel(
     float scores[2][4] = {};
     UNROLL
     for (int c = 0; c < D / 32; ++c) {
-      unsigned left[4] = {q[0][c].w[0], q[1][c].w[0], q[0][c].w[1], q[1][c].w[1]};
-      unsigned right[4] = {q[0][c].w[2], q[1][c].w[2], q[0][c].w[3], q[1][c].w[3]};
+      const Words low = LOAD16(q + c * 64 + LANE), high = LOAD16(q + c * 64 + 32 + LANE);
+      unsigned left[4] = {low.w[0], high.w[0], low.w[1], high.w[1]};
+      unsigned right[4] = {low.w[2], high.w[2], low.w[3], high.w[3]};
       UNROLL
       for (int j = 0; j < 2; ++j) {
         const int at = key + j * 8 + g < end ? key + j * 8 + g : end - 1;
@@ -296,7 +298,7 @@ def merge(gated):
     top = share[i] > top ? share[i] : top;
   }
   top = SIMD_MAX(top);
-  float total = 0.0f, out[D / 32] = {};
+  float total = 0.0f, out = 0.0f;
   UNROLL
   for (int i = 0; i < PARTS; ++i) {
     const int number = i * 32 + LANE;
@@ -304,28 +306,29 @@ def merge(gated):
     if (number < used) total += share[i] * stat[(long)number * groups * TILED * 2 + 1];
   }
   total = SIMD_SUM(total);
-  auto answer = answers + ((long)(head / SHARE) * TILED + row) * D + LANE;
+  auto answer = answers + ((long)(head / SHARE) * TILED + row) * D + THREAD;
   UNROLL
   for (int i = 0; i < PARTS; ++i) {
-    for (int at = 0; at < 32 && i * 32 + at < used; ++at) {
-      const float weight = SIMD_SHUFFLE(share[i], at);
+    for (int from = 0; from < 32 && i * 32 + from < used; from += 8) {
+      float part[8];
       UNROLL
-      for (int c = 0; c < D / 32; ++c)
-        out[c] = FMA(weight, answer[(long)(i * 32 + at) * groups * TILED * D + c * 32], out[c]);
+      for (int j = 0; j < 8; ++j) {
+        const int number = i * 32 + from + j;
+        part[j] = number < used ? answer[(long)number * groups * TILED * D] : 0.0f;
+      }
+      UNROLL
+      for (int j = 0; j < 8; ++j) out = FMA(SIMD_SHUFFLE(share[i], from + j), part[j], out);
     }
   }
-  UNROLL
-  for (int c = 0; c < D / 32; ++c) {
-    const int place = (w * HEADS + head) * D + c * 32 + LANE;
-    const float value = F32(CAST(T, out[c] / total));
+  const int place = (w * HEADS + head) * D + THREAD;
+  const float value = F32(CAST(T, out / total));
 """
         + (
             """
-    const float opening = F32(gate[((w * HEADS + head) * 2 + 1) * D + c * 32 + LANE]);
-    y[place] = CAST(T, value * F32(CAST(T, 1.0f / (1.0f + EXP(-opening)))));
+  const float opening = F32(gate[((w * HEADS + head) * 2 + 1) * D + THREAD]);
+  y[place] = CAST(T, value * F32(CAST(T, 1.0f / (1.0f + EXP(-opening)))));
 """
             if gated
-            else "    y[place] = CAST(T, value);\n"
-        )
-        + "  }\n",
+            else "  y[place] = CAST(T, value);\n"
+        ),
     )

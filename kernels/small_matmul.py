@@ -8,59 +8,71 @@ other sums for one row than for more, and per call of more than one row it prepa
 """
 
 import functools
+import typing
 
 import mlx.core as mx
 
 from kernels.portable import Kernel
 from kernels.verdicts import Check
 
+
+
+class Tiling(typing.NamedTuple):
+    """How a launch is laid out; any is right, and a row's sums depend on it, so it follows from the weights alone."""
+
+    simdgroups: int  # of a threadgroup, which share its inputs among them
+    pairs: int  # tiles of 16 weight rows that a simdgroup multiplies at a time: 1 or 2
+    loads: int  # of each weight row in flight: 1 or 2
+
+
+TILINGS = {16384: Tiling(4, 2, 2), 8192: Tiling(4, 2, 1), 0: Tiling(8, 1, 2)}  # by the least outputs; measured (H200)
 MOST_ROWS = 24  # three tiles of 8; a verify of B = 16 has 16 rows, of the widest gated LoRA block 17
 MOST_WEIGHTS = 4  # joined in one launch: the projections of a gated-delta layer
 DTYPES = (mx.bfloat16, mx.float16)
-WIDE = 8192  # outputs from which the launch has blocks enough; fewer outputs split K among more simdgroups (measured)
 TOLERANCE = {mx.bfloat16: 1e-2, mx.float16: 2e-3}  # two roundings of an output, one of a weight that is quantised
 MEASURED = 16  # rows at which the kernel is measured: a verify of B = 16
-SHAPE = {True: (4, 2), False: (16, 1)}  # wide: (simdgroups that share a tile's K, loads in flight); measured on an H200
 
 
-def product(x, *weights, residual=None, build=None):
+def product(x, *weights, residual=None, build=None, tiling=None):
     """x Wᵀ for one or several weights that share x, in one launch.
 
     x         [..., K], W rows in all, bfloat16 or float16; W ≤ MOST_ROWS
     weights   up to MOST_WEIGHTS dense [N_i,K] arrays, or Quantised
     residual  [..., N] added to the rounded product, for one weight only
+    tiling    a Tiling; None takes that of TILINGS
     Sums are float32, each output rounded once. Returns one array [..., N] for one weight, else a tuple of them.
     """
-    outputs = launch("residual" if residual is not None else "plain", x, weights, residual, build)
+    outputs = launch("residual" if residual is not None else "plain", x, weights, residual, build, tiling)
     return outputs[0] if len(weights) == 1 else tuple(outputs)
 
 
-def gated_product(x, gate, up, build=None):
+def gated_product(x, gate, up, build=None, tiling=None):
     """silu(x gateᵀ) · (x upᵀ) in one launch, each factor rounded as the operations apart round it.
 
     x [..., K]   gate, up  both [N,K] dense or both Quantised. Returns [..., N].
     """
-    return launch("gated", x, (gate, up), None, build)[0]
+    return launch("gated", x, (gate, up), None, build, tiling)[0]
 
 
-def launch(epilogue, x, weights, residual, build):
+def launch(epilogue, x, weights, residual, build, tiling):
     """Run the kernel for one of the epilogues "plain", "residual" and "gated"; returns its list of outputs."""
     K, rows = x.shape[-1], x.size // x.shape[-1]
     quantised = isinstance(weights[0], Quantised)
     sizes = [weight.shape[0] for weight in weights]
-    columns = 8 if epilogue == "gated" else 16
     outputs = sizes[:1] if epilogue == "gated" else sizes
-    simdgroups, loads = SHAPE[sum(sizes) >= WIDE]
+    tiling = tiling or next(each for least, each in TILINGS.items() if sum(sizes) >= least)
+    columns = tiling.pairs * (8 if epilogue == "gated" else 16)
     arrays = [x, *(part for weight in weights for part in (weight.parts if quantised else [weight]))]
     layout = weights[0].layout if quantised else {}
     return kernel(epilogue, len(weights), bool(layout))(
         arrays + ([residual] if residual is not None else []),
         template={
-            "T": x.dtype, "ROWS": rows, "TILES": -(-rows // 8), "K": K, "SIMDGROUPS": simdgroups, "LOADS": loads,
+            "T": x.dtype, "ROWS": rows, "TILES": -(-rows // 8), "K": K,
+            "SIMDGROUPS": tiling.simdgroups, "PAIRS": tiling.pairs, "LOADS": tiling.loads,
             **{f"N{i}": size for i, size in enumerate(sizes)}, **layout,
         },
         groups=(sum(-(-size // columns) for size in outputs), 1, 1),
-        threads=(32 * simdgroups, 1, 1),
+        threads=(32 * tiling.simdgroups, 1, 1),
         shapes=[(*x.shape[:-1], size) for size in outputs],
         dtypes=[x.dtype] * len(outputs),
         build=build,
@@ -168,89 +180,102 @@ def by_stock(x, *parts, shape):
 
 # --- the body: where a tile's weights lie, how they stream, what becomes of the sums
 
-# A lane holds row g of a tile (and row g + 8), and of 32 (dense) or 64 (quantised) inputs in a chunk the t-th quarter.
-# MMA's own order of the inputs is another one; as both factors are read in the same order, the sum is the same.
+# A simdgroup multiplies PAIRS tiles of 16 weight rows at a time, so that each part of x it reads serves all of them: x
+# comes from the L2 cache, for 16 rows as many bytes as the weights themselves with PAIRS = 1. A lane holds rows g and
+# g + 8 of each tile, and of 32 (dense) or 64 (quantised) inputs in a chunk the t-th quarter. MMA's own order of the
+# inputs is another one; as both factors are read in the same order, the sum is the same. A gated product pairs 8 rows
+# of `gate` with the same 8 of `up`, so that both meet in one lane.
 OPENING = """
-  constexpr int COLUMNS = GATED ? 8 : 16;
+  constexpr int SPAN = GATED ? 8 : 16, COLUMNS = SPAN * PAIRS;  // outputs of a tile and of the threadgroup
   const int g = LANE / 4, t = LANE % 4;
-  int tile = GROUP_X, N = N0;
+  int block = GROUP_X, N = N0;
   auto out = y0;
   {pointers}
-  float sums[TILES][4] = {};
+  float sums[PAIRS][TILES][4] = {};
   const Words none = {{0, 0, 0, 0}};
 """
 
 DENSE_STREAM = """
-  constexpr int CHUNKS = K / (32 * LOADS);
-  auto lower = weight + (long)row_of(tile * COLUMNS + g, N) * K + t * 8;
-  auto upper = second + (long)row_of(tile * COLUMNS + (GATED ? g : g + 8), N) * K + t * 8;
-  Words now[2 * LOADS], next[2 * LOADS];
+  constexpr int CHUNKS = K / (32 * LOADS), HELD = PAIRS * LOADS * 2;
+  DEVICE_IN(T) rows[PAIRS * 2];
   UNROLL
-  for (int u = 0; u < 2 * LOADS; ++u)
-    if (SIMDGROUP < CHUNKS) now[u] = LOAD16_ONCE((u % 2 ? upper : lower) + (SIMDGROUP * LOADS + u / 2) * 32);
+  for (int i = 0; i < PAIRS * 2; ++i) {
+    const int n = block * COLUMNS + i / 2 * SPAN + g + (GATED ? 0 : i % 2 * 8);
+    rows[i] = (i % 2 ? second : weight) + (long)row_of(n, N) * K + t * 8;
+  }
+  Words now[HELD], next[HELD];  // of load u and weight row i: [u * PAIRS * 2 + i]
+  UNROLL
+  for (int h = 0; h < HELD; ++h)
+    if (SIMDGROUP < CHUNKS) now[h] = LOAD16_ONCE(rows[h % (PAIRS * 2)] + (SIMDGROUP * LOADS + h / (PAIRS * 2)) * 32);
   for (int chunk = SIMDGROUP; chunk < CHUNKS; chunk += SIMDGROUPS) {
+    const int after = chunk + SIMDGROUPS;
     UNROLL
-    for (int u = 0; u < 2 * LOADS; ++u)
-      if (chunk + SIMDGROUPS < CHUNKS)
-        next[u] = LOAD16_ONCE((u % 2 ? upper : lower) + ((chunk + SIMDGROUPS) * LOADS + u / 2) * 32);
+    for (int h = 0; h < HELD; ++h)
+      if (after < CHUNKS) next[h] = LOAD16_ONCE(rows[h % (PAIRS * 2)] + (after * LOADS + h / (PAIRS * 2)) * 32);
     UNROLL
     for (int u = 0; u < LOADS; ++u) {
-      const Words low = now[2 * u], high = now[2 * u + 1];
-      unsigned left[4] = {low.w[0], high.w[0], low.w[1], high.w[1]};
-      unsigned right[4] = {low.w[2], high.w[2], low.w[3], high.w[3]};
       UNROLL
       for (int i = 0; i < TILES; ++i) {
         Words row = none;
         if (ROWS % 8 == 0 || i * 8 + g < ROWS) row = LOAD16(x + (i * 8 + g) * K + (chunk * LOADS + u) * 32 + t * 8);
         unsigned first[2] = {row.w[0], row.w[1]}, last[2] = {row.w[2], row.w[3]};
-        MMA_16x8x16(T, sums[i], left, first);
-        MMA_16x8x16(T, sums[i], right, last);
+        UNROLL
+        for (int p = 0; p < PAIRS; ++p) {
+          const Words low = now[(u * PAIRS + p) * 2], high = now[(u * PAIRS + p) * 2 + 1];
+          unsigned left[4] = {low.w[0], high.w[0], low.w[1], high.w[1]};
+          unsigned right[4] = {low.w[2], high.w[2], low.w[3], high.w[3]};
+          MMA_16x8x16(T, sums[p][i], left, first);
+          MMA_16x8x16(T, sums[p][i], right, last);
+        }
       }
     }
     UNROLL
-    for (int u = 0; u < 2 * LOADS; ++u) now[u] = next[u];
+    for (int h = 0; h < HELD; ++h) now[h] = next[h];
   }
 """
 
 QUANTISED_STREAM = """
   constexpr int CHUNKS = K / 64, WORDS = K * BITS / 32, GROUPS = K / GROUP;
-  const int low_row = row_of(tile * COLUMNS + g, N), high_row = row_of(tile * COLUMNS + (GATED ? g : g + 8), N);
-  auto lower = weight + (long)low_row * WORDS + t * (BITS / 2);
-  auto upper = second + (long)high_row * WORDS + t * (BITS / 2);
-  Words low_next = none, high_next = none;
-  if (SIMDGROUP < CHUNKS) {
-    low_next = load_values<BITS>(lower + SIMDGROUP * 2 * BITS);
-    high_next = load_values<BITS>(upper + SIMDGROUP * 2 * BITS);
+  DEVICE_IN(unsigned) rows[PAIRS * 2];
+  DEVICE_IN(T) scale_rows[PAIRS * 2];
+  DEVICE_IN(T) bias_rows[PAIRS * 2];
+  Words next[PAIRS * 2];
+  UNROLL
+  for (int i = 0; i < PAIRS * 2; ++i) {
+    const int n = row_of(block * COLUMNS + i / 2 * SPAN + g + (GATED ? 0 : i % 2 * 8), N);
+    rows[i] = (i % 2 ? second : weight) + (long)n * WORDS + t * (BITS / 2);
+    scale_rows[i] = (i % 2 ? second_scales : scales) + (long)n * GROUPS;
+    bias_rows[i] = (i % 2 ? second_biases : biases) + (long)n * GROUPS;
+    next[i] = SIMDGROUP < CHUNKS ? load_values<BITS>(rows[i] + SIMDGROUP * 2 * BITS) : none;
   }
   for (int chunk = SIMDGROUP; chunk < CHUNKS; chunk += SIMDGROUPS) {
-    const Words low = low_next, high = high_next;
-    if (chunk + SIMDGROUPS < CHUNKS) {
-      low_next = load_values<BITS>(lower + (chunk + SIMDGROUPS) * 2 * BITS);
-      high_next = load_values<BITS>(upper + (chunk + SIMDGROUPS) * 2 * BITS);
+    const int after = chunk + SIMDGROUPS, group = (chunk * 64 + t * 16) / GROUP;
+    Words now[PAIRS * 2];
+    float scale[PAIRS * 2], bias[PAIRS * 2];
+    UNROLL
+    for (int i = 0; i < PAIRS * 2; ++i) {
+      now[i] = next[i];
+      if (after < CHUNKS) next[i] = load_values<BITS>(rows[i] + after * 2 * BITS);
+      scale[i] = F32(scale_rows[i][group]), bias[i] = F32(bias_rows[i][group]);
     }
-    const int group = (chunk * 64 + t * 16) / GROUP;
-    const long low_at = (long)low_row * GROUPS + group, high_at = (long)high_row * GROUPS + group;
-    const float low_scale = F32(scales[low_at]), low_bias = F32(biases[low_at]);
-    const float high_scale = F32(second_scales[high_at]), high_bias = F32(second_biases[high_at]);
     UNROLL
     for (int step = 0; step < 4; ++step) {
-      unsigned tile_words[4];
+      unsigned tile[PAIRS][4];
       UNROLL
-      for (int part = 0; part < 2; ++part) {
-        const int at = step * 4 + part * 2;
-        const float a = value_of<BITS>(low, at, low_scale, low_bias);
-        const float b = value_of<BITS>(low, at + 1, low_scale, low_bias);
-        const float c = value_of<BITS>(high, at, high_scale, high_bias);
-        const float d = value_of<BITS>(high, at + 1, high_scale, high_bias);
-        tile_words[2 * part] = PACK(T, a, b);
-        tile_words[2 * part + 1] = PACK(T, c, d);
+      for (int i = 0; i < PAIRS * 4; ++i) {
+        const int row = i / 4 * 2 + i % 2, at = step * 4 + i / 2 % 2 * 2;
+        const float lower = value_of<BITS>(now[row], at, scale[row], bias[row]);
+        const float upper = value_of<BITS>(now[row], at + 1, scale[row], bias[row]);
+        tile[i / 4][i % 4] = PACK(T, lower, upper);
       }
       UNROLL
       for (int i = 0; i < TILES; ++i) {
         Words row = none;
-        if (ROWS % 8 == 0 || i * 8 + g < ROWS) row = LOAD16(x + (i * 8 + g) * K + chunk * 64 + t * 16 + (step / 2) * 8);
+        if (ROWS % 8 == 0 || i * 8 + g < ROWS)
+          row = LOAD16(x + (i * 8 + g) * K + chunk * 64 + t * 16 + step / 2 * 8);
         unsigned pair[2] = {row.w[step % 2 * 2], row.w[step % 2 * 2 + 1]};
-        MMA_16x8x16(T, sums[i], tile_words, pair);
+        UNROLL
+        for (int p = 0; p < PAIRS; ++p) MMA_16x8x16(T, sums[p][i], tile[p], pair);
       }
     }
   }
@@ -258,18 +283,20 @@ QUANTISED_STREAM = """
 
 # The simdgroups' parts of a sum meet in threadgroup memory and are added in one order.
 CLOSING = """
-  SHARED(float, parts, SIMDGROUPS * TILES * 8 * 17);
+  constexpr int WIDTH = 16 * PAIRS + 1;  // one more than a row of sums, so that a column's cells lie in different banks
+  SHARED(float, parts, SIMDGROUPS * TILES * 8 * WIDTH);
   UNROLL
-  for (int i = 0; i < TILES; ++i) {
+  for (int i = 0; i < TILES * 4; ++i) {
+    const int at = (SIMDGROUP * TILES * 8 + i / 4 * 8 + 2 * t + i % 2) * WIDTH + g + i % 4 / 2 * 8;
     UNROLL
-    for (int j = 0; j < 4; ++j)
-      parts[(SIMDGROUP * TILES * 8 + i * 8 + 2 * t + j % 2) * 17 + g + j / 2 * 8] = sums[i][j];
+    for (int p = 0; p < PAIRS; ++p) parts[at + p * 16] = sums[p][i / 4][i % 4];
   }
   BARRIER();
   for (int cell = THREAD; cell < ROWS * COLUMNS; cell += SIMDGROUPS * 32) {
-    const int row = cell / COLUMNS, column = cell % COLUMNS, n = tile * COLUMNS + column;
+    const int row = cell / COLUMNS, column = cell % COLUMNS, n = block * COLUMNS + column;
+    const int at = row * WIDTH + column / SPAN * 16 + column % SPAN;
     if (n < N) {
-      const float value = total<SIMDGROUPS, TILES>(parts, row, column);
+      const float value = total<SIMDGROUPS, TILES * 8 * WIDTH>(parts, at);
       const int place = row * N + n;
       {store}
     }
@@ -280,7 +307,7 @@ STORE = {
     "plain": "out[place] = CAST(T, value);",
     "residual": "out[place] = CAST(T, F32(CAST(T, value)) + F32(residual[place]));",
     "gated": """const float gate = F32(CAST(T, value));
-      const float up = F32(CAST(T, (total<SIMDGROUPS, TILES>(parts, row, column + 8))));
+      const float up = F32(CAST(T, (total<SIMDGROUPS, TILES * 8 * WIDTH>(parts, at + 8))));
       const float sigmoid = F32(CAST(T, 1.0f / (1.0f + EXP(-gate))));
       out[place] = CAST(T, F32(CAST(T, gate * sigmoid)) * up);""",
 }
@@ -288,10 +315,10 @@ STORE = {
 HEADER = """
 HELPER int row_of(int n, int N) { return n < N ? n : N - 1; }  // past the last row the last is read, and dropped
 
-template <int SIMDGROUPS, int TILES, typename P> HELPER float total(P parts, int row, int column) {
+template <int PARTS, int APART, typename P> HELPER float total(P parts, int at) {
   float sum = 0.0f;
   UNROLL
-  for (int part = 0; part < SIMDGROUPS; ++part) sum += parts[(part * TILES * 8 + row) * 17 + column];
+  for (int part = 0; part < PARTS; ++part) sum += parts[part * APART + at];
   return sum;
 }
 """
@@ -338,7 +365,7 @@ def pointers(count, quantised, gated):
     others = range(1, 1 if gated else count)
     for i in others:
         moves = "".join(f" {name} = {letter}{i};" for name, letter in names.items())
-        lines.append(f"if (tile * 16 >= N) {{ tile -= (N + 15) / 16; N = N{i}; out = y{i};{moves}")
+        lines.append(f"if (block * COLUMNS >= N) {{ block -= (N + COLUMNS - 1) / COLUMNS; N = N{i}; out = y{i};{moves}")
     lines.append("}" * len(others))
     for name, letter in names.items():
         other = "second" if name == "weight" else f"second_{name}"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kernels import small_matmul
-from kernels.small_matmul import Quantised
+from kernels.small_matmul import Quantised, Tiling
 
 ULP = {mx.bfloat16: 2.0**-8, mx.float16: 2.0**-11}
 SUM = 3e-6  # float32 sums of up to 200 terms, relative to the sum of magnitudes
@@ -39,20 +39,21 @@ def test_a_product_is_the_rounded_exact_sum(rows, dtype):
     assert_rounded(small_matmul.product(x, weight, build="host"), x, weight)
 
 
-def test_a_wide_output_takes_the_other_split_of_inputs(monkeypatch):
-    monkeypatch.setattr(small_matmul, "WIDE", 16)
-    x, weight = draw(7, 192), draw(37, 192, seed=1)
-    assert_rounded(small_matmul.product(x, weight, build="host"), x, weight)
-
-
-@pytest.mark.parametrize("wide", [8192, 16])
-def test_a_row_does_not_depend_on_how_many_rows_there_are(wide, monkeypatch):
-    monkeypatch.setattr(small_matmul, "WIDE", wide)
+@pytest.mark.parametrize("tiling", [Tiling(4, 2, 2), Tiling(3, 2, 1), Tiling(8, 1, 2)])
+def test_every_tiling_is_right_and_the_same_for_every_number_of_rows(tiling):
     x, weight = draw(17, 192), draw(37, 192, seed=1)
-    together = small_matmul.product(x, weight, build="host")
+    together = small_matmul.product(x, weight, build="host", tiling=tiling)
+    assert_rounded(together, x, weight)
     for rows in (1, 7):
-        part = small_matmul.product(x[:rows], weight, build="host")
+        part = small_matmul.product(x[:rows], weight, build="host", tiling=tiling)
         assert mx.array_equal(part, together[:rows])
+
+
+def test_wide_weights_take_other_tilings_than_narrow_ones(monkeypatch):
+    monkeypatch.setattr(small_matmul, "TILINGS", {33: Tiling(2, 2, 1), 0: Tiling(1, 1, 1)})
+    monkeypatch.setattr(small_matmul, "kernel", lambda *_: lambda arrays, **call: [call])
+    found = [small_matmul.product(draw(2, 64), draw(N, 64))["threads"] for N in (33, 32)]
+    assert found == [(64, 1, 1), (32, 1, 1)]
 
 
 def test_joined_weights_equal_each_alone():
