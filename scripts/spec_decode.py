@@ -2,11 +2,14 @@
 
     python scripts/spec_decode.py generate --drafter runs/smollm2-135m-dflash --prompt "Explain rain to a child."
     python scripts/spec_decode.py ksweep --drafter runs/smollm2-135m-dflash --prompts gsm8k --limit 12
+    python scripts/spec_decode.py cost --target shape:qwen3_5_4b --widths 5,16 --contexts 1024,4096
     python scripts/spec_decode.py report runs/ksweep --out runs/reports
 
 generate  writes an answer, streamed to standard output
 ksweep    times mlx_lm, the plain loop, an n-gram control and DFlash at every block size, interleaved, and audits
           every output that differs from plain; ends with status "failed" where one is a defect
+cost      times plain steps, verifies, prefills and rollback beside mlx-lm's own, on a target or on a published shape
+          with random weights
 report    rebuilds the tables of result files from their rows
 """
 
@@ -28,7 +31,7 @@ PROBE_BYTES = 1 << 16  # of a result about to be written: a disk this full is re
 def main(argv):
     """Run one subcommand; returns its closing figures."""
     options = build_parser().parse_args(argv)
-    return {"generate": generate, "ksweep": ksweep, "report": report}[options.command](options, argv)
+    return {"generate": generate, "ksweep": ksweep, "cost": cost, "report": report}[options.command](options, argv)
 
 
 def build_parser():
@@ -37,6 +40,7 @@ def build_parser():
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_generate(commands.add_parser("generate", help="write an answer", description=generate.__doc__))
     add_ksweep(commands.add_parser("ksweep", help="measure block sizes", description=ksweep.__doc__))
+    add_cost(commands.add_parser("cost", help="time steps and verifies", description=cost.__doc__))
     add_report(commands.add_parser("report", help="rebuild tables from results", description=report.__doc__))
     return parser
 
@@ -78,6 +82,19 @@ def add_ksweep(parser):
     add("--warmup", type=whole(0), default=1, metavar="N", help="untimed runs of each arm (%(default)s)")
     add("--seed", type=whole(0), default=0, metavar="N", help="draws the untrained control (%(default)s)")
     add("--out", type=pathlib.Path, metavar="FILE", help="result JSON (runs/ksweep/TARGET-TIME.json)")
+
+
+def add_cost(parser):
+    """cost's options."""
+    add = parser.add_argument
+    add("--target", default="smollm2", help="as elsewhere, or shape:NAME[@4bit]: random weights (%(default)s)")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="compute dtype (the device's own)")
+    add("--widths", type=several(2), default=(5, 16), metavar="W,…", help="rows of a verify (5,16)")
+    add("--contexts", type=several(1), default=(1024,), metavar="T,…", help="rows before them (1024)")
+    add("--prefills", type=several(2), default=(2048,), metavar="T,…", help="prompts to prefill (2048)")
+    add("--rounds", type=whole(1), default=21, metavar="N", help="timed units of each (%(default)s)")
+    add("--cycles", type=whole(8), default=200, metavar="N", help="cycles whose memory is watched (%(default)s)")
+    add("--out", type=pathlib.Path, metavar="FILE", help="result JSON (runs/cost/TARGET-TIME.json)")
 
 
 def add_report(parser):
@@ -189,7 +206,7 @@ def ksweep(options, argv):
     from decode.lab import prompts
 
     chosen = prompts.load(options.prompts, options.limit)
-    out = options.out or default_out(options.target)
+    out = options.out or default_out("ksweep", options.target)
     refuse_unwritable(out)
     control = {"block_size": max(options.block_sizes or BLOCK_SIZES), "seed": options.seed}
     target, drafter, identity = open_models(options, control)
@@ -211,10 +228,34 @@ def ksweep(options, argv):
     return closing(result, out)
 
 
-def default_out(target):
-    """runs/ksweep/<target>-<time>.json."""
-    name = pathlib.PurePath(target.partition("@")[0]).name
-    return RUNS / "ksweep" / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}.json"
+def cost(options, argv):
+    """Time a target's plain steps, verifies, prefills and rollback, mlx-lm's own beside them."""
+    out = options.out or default_out("cost", options.target)
+    refuse_unwritable(out)
+    prepare()
+    from decode.lab import cost as costs
+    from decode.lab import experiment
+    from drafter import manifest, shapes
+    from drafter import target as targets
+
+    shape = options.target.startswith(shapes.PREFIX)
+    dtype = {"dtype": options.dtype} if options.dtype else {}
+    target = (shapes.build if shape else targets.load)(options.target, **dtype)
+    asked = {name: value for name, value in vars(options).items() if name not in ("command", "out")}
+    header = experiment.header("cost", argv, asked, target, None)
+    show_card(identity_card(target, None), sys.stdout)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    plan = options.widths, options.contexts, options.prefills, options.rounds, options.cycles
+    found = costs.measure(target, *plan, lambda result: manifest.write_json(out, header | {"cost": result}))
+    for W in (1, *options.widths):
+        print(" ".join(f"{name} W={W} {row[W]['ms']:.2f} ms" for name, row in found["widths"].items()))
+    return {"status": "done", "out": str(out), **found["headline"], "floor_ms": found["floor_ms"]}
+
+
+def default_out(command, target):
+    """runs/<command>/<target>-<time>.json."""
+    name = pathlib.PurePath(target.partition("@")[0]).name.replace(":", "-")
+    return RUNS / command / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}.json"
 
 
 def refuse_unwritable(out):
@@ -249,8 +290,9 @@ def identity_card(target, drafter):
     from kernels import backend
 
     machine = backend.describe()
+    mark = f"fingerprint {target.fingerprint[:16]}…" if target.fingerprint else "random weights"
     return {
-        "target": f"{target.source} {target.dtype}  fingerprint {target.fingerprint[:16]}…",
+        "target": f"{target.source} {target.dtype}  {mark}",
         "drafter": drafter_line(drafter),
         "device": f"{machine['device']} ({machine['reason']}), BLAS {machine['blas']['name']}, TF32 {machine['tf32']}",
     }

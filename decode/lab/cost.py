@@ -1,0 +1,257 @@
+"""What a target's forwards cost: plain steps, verifies, prefill, rollback and memory, beside mlx-lm's own on one model.
+
+W rows of a forward. Arms are interleaved within one process, every timed unit ends in one wait for the argmax of all
+its rows, and medians are over units. A verify records what its rollback needs and scores every row; the commit is apart.
+The stock arm is mlx-lm's model with its own caches, put back from a copy between units, outside the clock.
+"""
+
+import copy
+import statistics
+import time
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from decode.transaction import Transaction
+from drafter import hybrid, shapes
+
+PIECE = 2048  # prompt rows of one forward, as mlx-lm feeds them
+CHAIN = 10  # units of a pipelined measurement
+KEPT = 3  # rows kept of a verify where a rollback is measured
+
+
+class Ours:
+    """Forwards through the project's own routes: compiled steps, tapes, kernels, wherever this machine may use them."""
+
+    name = "foredraft"
+
+    def __init__(self, target):
+        self.target, self.caches = target, target.make_cache()
+        self.transaction = Transaction(self.caches, None)
+
+    def feed(self, tokens):
+        """Feed tokens [1,T]; returns the argmax of every row, not waited for."""
+        return mx.argmax(mx.squeeze(self.target.score(self.target.forward(tokens, self.caches).hidden), 0), -1)
+
+    def prompt(self, tokens):
+        """Feed a prompt [1,T] in pieces and wait; only its last row is scored."""
+        for start in range(0, tokens.shape[1], PIECE):
+            hidden = self.target.forward(tokens[:, start : start + PIECE], self.caches).hidden
+            mx.eval(hidden, self.states())
+        mx.eval(mx.argmax(self.target.score(hidden[:, -1:]), -1))
+
+    def verify(self, tokens):
+        """Feed rows that can be taken back."""
+        self.transaction.begin(tokens.shape[1], tokens[0])
+        return self.feed(tokens)
+
+    def undo(self):
+        """Take back the rows of a verify."""
+        self.transaction.abort()
+        mx.eval(self.states())
+
+    def states(self):
+        """Every array of the caches."""
+        return [entry.state for entry in self.caches]
+
+
+class Stock:
+    """mlx-lm's own model and caches."""
+
+    name = "mlx_lm"
+
+    def __init__(self, target):
+        self.target, self.caches = target, make_prompt_cache(target.model)
+
+    def feed(self, tokens):
+        """Feed tokens [1,T]; returns the argmax of every row, not waited for."""
+        with hybrid.detached(self.target.model):
+            return mx.argmax(mx.squeeze(self.target.model(tokens, cache=self.caches), 0), -1)
+
+    def prompt(self, tokens):
+        """Feed a prompt [1,T] in pieces and wait; only its last row is scored."""
+        with hybrid.detached(self.target.model):
+            for start in range(0, tokens.shape[1], PIECE):
+                hidden = self.target.backbone(tokens[:, start : start + PIECE], cache=self.caches)
+                mx.eval(hidden, self.states())
+        mx.eval(mx.argmax(self.target.score(hidden[:, -1:]), -1))
+
+    def verify(self, tokens):
+        """Feed rows on a copy of the caches."""
+        self.kept = self.caches
+        self.caches = copy.deepcopy(self.caches)
+        return self.feed(tokens)
+
+    def undo(self):
+        """Put the caches back."""
+        self.caches = self.kept
+
+    states = Ours.states
+
+
+def tokens(target, T, seed=0):
+    """T random ids [1,T], in memory."""
+    drawn = mx.random.randint(0, target.vocab_size, (1, T), key=mx.random.key(seed))
+    mx.eval(drawn)
+    return drawn
+
+
+def timed(call):
+    """(milliseconds until the result is there, milliseconds until the device had all its work)."""
+    mx.synchronize()
+    start = time.perf_counter()
+    result = call()
+    mx.async_eval(result)
+    issued = time.perf_counter()
+    mx.eval(result)
+    return (time.perf_counter() - start) * 1e3, (issued - start) * 1e3
+
+
+def widths(arms, context, sizes, rounds):
+    """Milliseconds of a plain step (W = 1) and of verifies of W rows after `context` rows, arms interleaved.
+
+    Returns {arm: {W: {"ms", "host_ms", "pipelined_ms", "spread_ms": [5 %, 95 %]}}}.
+    """
+    rows = {W: tokens(arms[0].target, W, seed=W) for W in (1, *sizes)}
+    for arm in arms:
+        arm.prompt(tokens(arm.target, context))
+    found = {(arm.name, W): [] for arm in arms for W in rows}
+    for turn in range(rounds + 2):  # the first two compile and fill caches
+        for W, fed in rows.items():
+            for arm in arms:
+                sample = timed(lambda call=arm.verify if W > 1 else arm.feed, fed=fed: call(fed))
+                settle(arm, W)
+                if turn > 1:
+                    found[arm.name, W].append(sample)
+    chained = {(arm.name, W): pipelined(arm, rows[W]) for arm in arms for W in rows}
+    return {
+        arm.name: {W: summary(found[arm.name, W]) | {"pipelined_ms": chained[arm.name, W]} for W in rows}
+        for arm in arms
+    }
+
+
+def settle(arm, W):
+    """Outside the clock: take a verify back, or let a step's caches come to rest."""
+    if W > 1:
+        arm.undo()
+    mx.eval(arm.states())
+
+
+def pipelined(arm, rows):
+    """Milliseconds of a unit in a chain that nothing waits for: each plain step is fed the one before it."""
+    W, out = rows.shape[1], rows
+    mx.synchronize()
+    start = time.perf_counter()
+    for _ in range(CHAIN):
+        if W == 1:
+            out = arm.feed(out)[None]
+        else:
+            out = arm.verify(rows)
+            mx.async_eval(out)
+            arm.transaction.abort() if isinstance(arm, Ours) else arm.undo()
+        mx.async_eval(out)
+    mx.eval(out)
+    return (time.perf_counter() - start) * 1e3 / CHAIN
+
+
+def summary(samples):
+    """Median, host share and spread of (milliseconds, milliseconds on the host) samples."""
+    whole, host = zip(*samples)
+    cuts = statistics.quantiles(whole, n=20) if len(whole) > 1 else [whole[0]] * 19
+    return {"ms": statistics.median(whole), "host_ms": statistics.median(host), "spread_ms": [cuts[0], cuts[-1]]}
+
+
+def prefill(arm, T, repeats):
+    """Tokens a second of prompts of T rows, from empty caches: the median of `repeats`."""
+    rates = []
+    for seed in range(repeats):
+        fresh, prompt = type(arm)(arm.target), tokens(arm.target, T, seed)
+        mx.synchronize()
+        start = time.perf_counter()
+        fresh.prompt(prompt)
+        rates.append(T / (time.perf_counter() - start))
+    return statistics.median(rates)
+
+
+def rollback(target, context, W, rounds):
+    """Milliseconds of a commit of KEPT of W rows, waited for, and of waiting alone; medians."""
+    arm, rows, commits, waits = Ours(target), tokens(target, W), [], []
+    arm.prompt(tokens(target, context))
+    for _ in range(rounds + 2):
+        mx.eval(arm.verify(rows), arm.states())
+        commits.append(timed(lambda: (arm.transaction.commit(KEPT), arm.states())[1])[0])
+        waits.append(timed(lambda: mx.zeros(64) + 1)[0])
+    return {"commit_ms": statistics.median(commits[2:]), "wait_ms": statistics.median(waits[2:]), "kept": KEPT, "of": W}
+
+
+def memory(target, T, W, cycles):
+    """Peak bytes of a prompt of T rows, and of the last quarter of many cycles beside the second, growth taken off.
+
+    A cycle verifies W rows and keeps KEPT; its peak is above what was held when it began.
+    """
+    arm = Ours(target)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    held = mx.get_active_memory()
+    arm.prompt(tokens(target, T))
+    prompt = mx.get_peak_memory() - held
+    del arm
+    arm, rows, peaks = Ours(target), tokens(target, W), []
+    arm.prompt(tokens(target, PIECE))
+    for _ in range(cycles):
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        held = mx.get_active_memory()
+        mx.eval(arm.verify(rows))
+        arm.transaction.commit(KEPT)
+        mx.eval(arm.states())
+        peaks.append((mx.get_peak_memory() - held, held))
+    quarter = cycles // 4
+    second, last = (max(peak for peak, _ in part) for part in (peaks[quarter : 2 * quarter], peaks[-quarter:]))
+    return {"prompt_rows": T, "prompt_bytes": prompt, "cycles": cycles, "second_quarter_bytes": second,
+            "last_quarter_bytes": last, "held_bytes": [peaks[quarter][1], peaks[-1][1]]}  # fmt: skip
+
+
+def bandwidth():
+    """Bytes a second that this device reads and writes in one large addition: the median of five."""
+    values = mx.zeros((1 << 29,), mx.bfloat16)  # a gigabyte
+    mx.eval(values)
+    seconds = [timed(lambda: values + 1)[0] / 1e3 for _ in range(7)][2:]
+    return 2 * values.nbytes / statistics.median(seconds)
+
+
+def measure(target, sizes, contexts, prompts, rounds, cycles, save):
+    """All of the above as one result; `save(result)` is called after every part, so that a cut run loses one part.
+
+    sizes     widths W of verifies       contexts  rows before them: the first is the table's, at the others the widest
+    prompts   lengths of prefills        rounds    timed units of each        cycles  of the memory run
+    """
+    context, result = contexts[0], {"weights_bytes": shapes.weight_bytes(target), "bandwidth": bandwidth()}
+    result["floor_ms"] = result["weights_bytes"] / result["bandwidth"] * 1e3
+    arms = Ours(target), Stock(target)
+    result |= {"context": context, "widths": widths(arms, context, sizes, rounds)}
+    result["headline"] = ratios(result["widths"])
+    save(result)
+    result["rollback"] = rollback(target, context, sizes[-1], rounds)
+    save(result)
+    result["contexts"] = {
+        length: widths((Ours(target),), length, sizes[-1:], max(rounds // 2, 3))["foredraft"] for length in contexts
+    }
+    save(result)
+    result["memory"] = memory(target, max((*contexts, *prompts)), sizes[-1], cycles)
+    save(result)
+    result["prefill_tok_s"] = {}
+    for T in sorted(prompts):
+        for arm in arms:
+            repeats = 1 if T > 2 * PIECE and isinstance(arm, Stock) else 3
+            result["prefill_tok_s"].setdefault(T, {})[arm.name] = prefill(arm, T, repeats)
+            save(result)
+    return result
+
+
+def ratios(found):
+    """The headline ratios of a table of widths: each arm's verifies over its own plain step, and plain over stock's."""
+    ours, stock = found["foredraft"], found["mlx_lm"]
+    over = {f"verify_{W}_over_plain": ours[W]["ms"] / ours[1]["ms"] for W in ours if W > 1}
+    over |= {f"stock_verify_{W}_over_plain": stock[W]["ms"] / stock[1]["ms"] for W in stock if W > 1}
+    return over | {"plain_over_stock": ours[1]["ms"] / stock[1]["ms"]}
