@@ -272,7 +272,7 @@ class Step:
         hidden, tapped, left = self.function(tuple(taps), record)(pad_rows(tokens, width(W)), place, states)
         for entry, rows in zip(cache, left, strict=True):
             (append if type(entry) is KVCache else leave)(entry, rows, W)
-        return hidden[:, :W], tuple(tap[:, :W] for tap in tapped)
+        return (hidden, tuple(tapped)) if width(W) == W else (hidden[:, :W], tuple(tap[:, :W] for tap in tapped))
 
     def score(self, hidden):
         """Logits [...,V] of few hidden rows [...,D]; None where they are not few."""
@@ -335,7 +335,8 @@ def pad_rows(x, M):
 def append(entry, rows, W):
     """Write the first W of the rows' keys and values [1,G,M,d] behind those that a KVCache holds."""
     end = entry.offset + W
-    entry.keys[:, :, entry.offset : end], entry.values[:, :, entry.offset : end] = (value[:, :, :W] for value in rows)
+    keys, values = rows if rows[0].shape[2] == W else (value[:, :, :W] for value in rows)
+    entry.keys[:, :, entry.offset : end], entry.values[:, :, entry.offset : end] = keys, values
     entry.offset = end
 
 
@@ -344,8 +345,10 @@ def leave(entry, rows, W):
     window, after, tape = rows
     kept = window.shape[1] - width(W)
     entry.cache = [window[:, W : W + kept], after]
+    if tape and width(W) > W:
+        tape, window = (part[:, :W] for part in tape), window[:, : kept + W]
     if tape:
-        entry.record(Tape(*(part[:, :W] for part in tape)), window[:, : kept + W])
+        entry.record(Tape(*tape), window)
 
 
 def for_model(model, backbone, route=KERNELS):

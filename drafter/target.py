@@ -19,7 +19,7 @@ import mlx_lm.utils
 from mlx.utils import tree_flatten, tree_unflatten
 
 from drafter import fingerprint, hybrid, packed, sources, steps
-from kernels import backend
+from kernels import backend, selfcheck
 from kernels.blas import cache_folder
 from kernels.errors import UserError
 
@@ -288,6 +288,7 @@ def load(name, *, dtype=None, revision=None):
     cast(model, getattr(mx, dtype))
     model.freeze()
     hybrid.attach(model)
+    selfcheck.ensure(selfcheck.dims_of(model))
     backbone = find_backbone(model, location)
     try:
         hidden_size, vocab_size = probe(model, backbone, location)

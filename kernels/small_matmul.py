@@ -16,7 +16,6 @@ from kernels.portable import Kernel
 from kernels.verdicts import Check
 
 
-
 class Tiling(typing.NamedTuple):
     """How a launch is laid out; any is right, and a row's sums depend on it, so it follows from the weights alone."""
 

@@ -1,11 +1,13 @@
 """What a target's forwards cost: plain steps, verifies, prefill, rollback and memory, beside mlx-lm's own on one model.
 
 W rows of a forward. Arms are interleaved within one process, every timed unit ends in one wait for the argmax of all
-its rows, and medians are over units. A verify records what its rollback needs and scores every row; the commit is apart.
-The stock arm is mlx-lm's model with its own caches, put back from a copy between units, outside the clock.
+its rows and for what it wrote to the caches, and medians are over units. A verify records what its rollback needs and
+scores every row; the commit is apart. The stock arm is mlx-lm's model with its own caches, put back from a copy between
+units, outside the clock.
 """
 
 import copy
+import functools
 import statistics
 import time
 
@@ -119,7 +121,7 @@ def widths(arms, context, sizes, rounds):
     for turn in range(rounds + 2):  # the first two compile and fill caches
         for W, fed in rows.items():
             for arm in arms:
-                sample = timed(lambda call=arm.verify if W > 1 else arm.feed, fed=fed: call(fed))
+                sample = timed(functools.partial(unit, arm, fed))
                 settle(arm, W)
                 if turn > 1:
                     found[arm.name, W].append(sample)
@@ -128,6 +130,11 @@ def widths(arms, context, sizes, rounds):
         arm.name: {W: summary(found[arm.name, W]) | {"pipelined_ms": chained[arm.name, W]} for W in rows}
         for arm in arms
     }
+
+
+def unit(arm, fed):
+    """One timed unit: a plain step of one row, or a verify of more; what must be there when it ends."""
+    return (arm.verify if fed.shape[1] > 1 else arm.feed)(fed), arm.states()
 
 
 def settle(arm, W):
