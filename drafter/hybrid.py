@@ -98,7 +98,7 @@ def gated_output(layer, y, z):
 
 
 def narrow_rows(layer, rows, conv_state, state, record):
-    """(y, state, window, tape) of a few rows by `kernels.fused_layer`, or None where that does not serve here."""
+    """Rows of a few rows by `kernels.fused_layer`, or None where that does not serve here."""
     weight, heads = conv_weight(layer), (layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
     if not (fused_layer.serves(rows.qkv, heads) and allowed(NARROW, fused_layer.case(rows.qkv, weight, heads))):
         return None
@@ -122,10 +122,29 @@ class RecurrentCache(ArraysCache):
     documents  ids [R,T] of the packed rows about to be fed: the state is emptied where a document begins
     tape       of the rows fed since `arm`, None before the first
     window     [R,K−1+T,C]: the convolution state at `arm`, then the rows' inputs
+    owed       rows of a tape that S still lacks (fused_layer.Owed) or None: added by whoever reads `cache`, or by the
+               next rows' own kernel, which then says so with `settle`
     """
 
-    documents = tape = window = before = None
-    recording = False
+    documents = tape = window = before = owed = None
+    recording = owing = False
+
+    @property
+    def cache(self):
+        """[convolution state, S], S with what it was owed."""
+        if self.owed:
+            self.settle(replay(self.held[1], *self.owed))
+        return self.held
+
+    @cache.setter
+    def cache(self, held):
+        self.held, self.owed = held, None
+
+    def settle(self, S):
+        """Take S for the state with what it was owed, before any further row."""
+        self.held[1], self.owed = S, None
+        if self.owing:
+            self.before[0][1], self.owing = S, False
 
     @property
     def rows(self):
@@ -134,9 +153,9 @@ class RecurrentCache(ArraysCache):
 
     def arm(self):
         """Note where the state stands and record from here on; references, no copies."""
-        self.before = [*map(own, (self.cache, self.lengths, self.left_padding))]
+        self.before = [*map(own, (self.held, self.lengths, self.left_padding))]
         self.tape = self.window = None
-        self.recording = True
+        self.recording, self.owing = True, self.owed is not None
 
     def record(self, tape, window):
         """Add the tape of T more rows and the window [R,K−1+T,C] they were convolved in."""
@@ -153,19 +172,28 @@ class RecurrentCache(ArraysCache):
         self.recording = False
         if 0 < n == self.rows:
             return
+        owed = self.owed if self.owing else None  # no row was fed: what was owed at `arm` still is
         self.cache, self.lengths, self.left_padding = map(own, self.before)
+        self.owed = owed
         if n:
-            self.cache = [conv_after(self, self.window, n, self.rows), replay(self.before[0][1], self.tape, n)]
+            self.cache = [conv_after(self, self.window, n, self.rows), self.before[0][1]]
+            self.owed = fused_layer.Owed(self.tape, n)
             self.advance(n)
 
     def extract(self, idx):
         """One row's cache, of this kind."""
-        row = super().extract(idx)
-        row.__class__ = type(self)
-        return row
+        return grown(super().extract(idx))
 
 
 RecurrentCache.__name__ = ArraysCache.__name__  # what mlx-lm's files of caches call it, who loads only its own kinds
+
+
+def grown(entry):
+    """An ArraysCache made a RecurrentCache, with what it holds."""
+    held = vars(entry).pop("cache")
+    entry.__class__ = RecurrentCache
+    entry.cache = held
+    return entry
 
 
 def own(value):
@@ -207,7 +235,7 @@ def forward(layer, adapter, inputs, mask=None, cache=None):
     documents, record = getattr(cache, "documents", None), getattr(cache, "recording", False)
     bare = mask is None and documents is None and not layer.training
     found = adapter.narrow(layer, rows, *held, record) if bare and adapter.narrow else None
-    y, state, window, tape = found or by_parts(layer, adapter, rows, *held, mask, documents, record)
+    y, state, window, tape, _ = found or by_parts(layer, adapter, rows, *held, mask, documents, record)
     if cache is not None:
         cache.cache = [conv_after(cache, window, T, T), state]
         cache.advance(T)
@@ -217,14 +245,14 @@ def forward(layer, adapter, inputs, mask=None, cache=None):
 
 
 def by_parts(layer, adapter, rows, conv_state, state, mask=None, documents=None, record=False):
-    """(y, state, window, tape) of projected rows: convolution, heads, gates and the rule, each by its own route."""
+    """Rows of projected rows: convolution, heads, gates and the rule, each by its own route."""
     differentiable = layer.training
     qkv = rows.qkv if mask is None else mx.where(mask[..., None], rows.qkv, 0)
     convolved, window = causal_conv(qkv, adapter.weight(layer), conv_state, documents, differentiable=differentiable)
     g, beta = adapter.gates(layer, rows.a, rows.b)
     inputs = *adapter.heads(layer, convolved), emptied(g, documents), beta, state, mask
     y, state, tape = gated_delta(*inputs, record=record, differentiable=differentiable)
-    return y, state, window, tape
+    return fused_layer.Rows(y, state, window, tape, None)
 
 
 def emptied(g, documents):
@@ -279,5 +307,5 @@ def adopt(model, caches):
     """Let mlx-lm's caches of attached layers, whatever they hold, take rows back from now on. Returns the same list."""
     for layer, entry in zip(model.layers, caches):
         if type(entry) is ArraysCache and any(map(is_attached, layer.modules())):
-            entry.__class__ = RecurrentCache
+            grown(entry)
     return caches

@@ -21,8 +21,9 @@ from mlx_lm.models.cache import KVCache
 
 from drafter import hybrid
 from kernels import block_attention, fused_layer, fused_rows, small_matmul, verdicts
+from kernels.fused_layer import Owed
 from kernels.plain_delta import Tape
-from kernels.portable import WIDE
+from kernels.portable import WIDE, scalar
 from kernels.small_matmul import MOST_ROWS, Quantised
 
 WIDTHS = (1, 8, 16, MOST_ROWS)  # M: one row, or whole tiles of the few-row products
@@ -122,15 +123,20 @@ class Recurrence:
         return mx.zeros((1, layer.conv_kernel_size - 1, layer.conv_dim), dtype), mx.zeros(S)
 
     def run(self, route, x, residual, place, state, record):
-        """(residual + the layer's answer to x, (window, state after the rows that count, tape's δ, k and g or ()))."""
+        """(residual + the layer's answer to x, (window, state after the rows that count, tape, settled state)).
+
+        state is (convolution's state, S), or these and a tape's δ, k, g and n where S is owed n of its rows.
+        """
         layer = self.layer
         qkv, z, b, a = route.product(x, *self.projections)
         heads = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
-        gating = layer.conv1d.weight, layer.A_log, layer.dt_bias
-        y, after, window, tape = route.recurrence(qkv, a, b, *gating, heads, *state, record=record, kept=place.rows)
-        answer = route.gated_norm(y, z, layer.norm.weight, layer.norm.eps)
-        kept = (tape.delta, tape.k, tape.g) if record else ()
-        return route.product(answer, self.output, residual=residual), (window, after, kept)
+        gating, (before, S, *owed) = (layer.conv1d.weight, layer.A_log, layer.dt_bias), state
+        options = {"record": record, "kept": place.rows, "owed": Owed(Tape(*owed[:3]), owed[3]) if owed else None}
+        rows = route.recurrence(qkv, a, b, *gating, heads, before, S, **options)
+        answer = route.gated_norm(rows.y, z, layer.norm.weight, layer.norm.eps)
+        tape = (rows.tape.delta, rows.tape.k, rows.tape.g) if record else ()
+        left = rows.window, rows.state, tape, (rows.settled,) if owed else ()
+        return route.product(answer, self.output, residual=residual), left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,7 +292,7 @@ class Step:
         """What a layer reads of its cache, with room for W more rows."""
         dtype = layer.norms[0].weight.dtype
         if type(entry) is not KVCache:
-            return tuple(entry.cache) if entry.cache[0] is not None else layer.mixer.empty(0, dtype)
+            return recurrent_state(entry, layer.mixer.empty(0, dtype))
         held = 0 if entry.keys is None else entry.keys.shape[2]
         if held < entry.offset + W:
             more = layer.mixer.empty(-(-(entry.offset + W) // GROWTH) * GROWTH - held, dtype)
@@ -340,10 +346,19 @@ def append(entry, rows, W):
     entry.offset = end
 
 
+def recurrent_state(entry, empty):
+    """What a recurrent layer reads of its cache: (convolution's state, S), and what S is owed; empty: where unset."""
+    held = tuple(first if value is None else value for value, first in zip(entry.held, empty, strict=True))
+    tape, n = entry.owed or (None, 0)
+    return (*held, tape.delta, tape.k, tape.g, scalar(n)) if tape else held
+
+
 def leave(entry, rows, W):
     """Leave a recurrent layer's state after W rows in its cache, and their tape where the cache records."""
-    window, after, tape = rows
+    window, after, tape, settled = rows
     kept = window.shape[1] - width(W)
+    if settled:
+        entry.settle(*settled)
     entry.cache = [window[:, W : W + kept], after]
     if tape and width(W) > W:
         tape, window = (part[:, :W] for part in tape), window[:, : kept + W]

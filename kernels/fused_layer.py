@@ -9,13 +9,14 @@ launch. The layer is Qwen3.5's and Qwen3-Next's, in mlx-lm's order of operations
 """
 
 import functools
+import typing
 
 import mlx.core as mx
 
 from kernels import verdicts
 from kernels.causal_conv import causal_conv
 from kernels.fused_delta import FEW, HEADER, TOLERANCE, Layout
-from kernels.gated_delta import gated_delta
+from kernels.gated_delta import gated_delta, replay
 from kernels.plain_delta import Tape
 from kernels.portable import SIMD, Kernel, first
 
@@ -44,6 +45,24 @@ BODY = """
   UNROLL
   for (int i = 0; i < ROWS; ++i) sums[ROWS + i] = 0.0f;
   take<ROWS, PER, WIDE, Dk, LANES>(state + home, held, rows);
+  if (OWED) {  // rows of an earlier tape, in the operations of `replay`
+    const int taped = SCALAR(owed_tokens), due = SCALAR(owed);
+    for (int t = 0; t < due; ++t) {
+      const long at = long(r) * taped + t;
+      const float gate = owed_g[OWED ? at * Hv + h : 0];
+      float key[PER];
+      UNROLL
+      for (int j = 0; j < PACKS; ++j)
+        widen(load<InT, WIDE>(owed_k + (OWED ? (at * Hk + own) * Dk + WIDE * (lane + j * LANES) : 0)), key + j * WIDE);
+      UNROLL
+      for (int i = 0; i < ROWS * PER; ++i) {
+        const int row = i / PER < rows ? i / PER : 0;
+        const float change = i / PER < rows ? owed_delta[OWED ? (at * Hv + h) * Dv + top + below + row : 0] : 0.0f;
+        held[i] = FMA(change, key[i % PER], MUL(held[i], gate));
+      }
+    }
+    put<ROWS, PER, WIDE, Dk, LANES>(settled + (OWED ? home : 0), held, rows);
+  }
 
   if (THREAD < count) {
     const long at = (start + THREAD) * Hv + h;
@@ -129,15 +148,33 @@ BODY = """
 
 kernel = Kernel(
     "gated_delta_layer",
-    inputs=("qkv", "a", "b", "weight", "A", "dt", "before", "state"),
-    scalars=("tokens", "kept"),
-    outputs=("y", "after", "window", "delta", "tape_k", "tape_g"),
+    inputs=("qkv", "a", "b", "weight", "A", "dt", "before", "state", "owed_delta", "owed_k", "owed_g"),
+    scalars=("tokens", "kept", "owed_tokens", "owed"),
+    outputs=("y", "after", "window", "delta", "tape_k", "tape_g", "settled"),
     header=HEADER,
     body=BODY,
 )
 
 
-def layer(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=False, kept=None):
+class Owed(typing.NamedTuple):
+    """Rows that a state still lacks: the first n (int, or int32 whose first element counts) of a tape."""
+
+    tape: Tape
+    n: int | mx.array
+
+
+class Rows(typing.NamedTuple):
+    """What a layer made of its rows: y [R,T,Hv,Dv] in qkv's dtype, the state after them, the convolution's window
+    [R,K−1+T,C], the Tape or None, and the state before them with what was owed to it, or None where nothing was."""
+
+    y: mx.array
+    state: mx.array
+    window: mx.array
+    tape: Tape | None
+    settled: mx.array | None
+
+
+def layer(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=False, kept=None, owed=None):
     """A layer from its projections to y, in one kernel where that serves, else by its parts.
 
     qkv [R,T,C]   a, b [R,T,Hv]   weight [C,K,1]   A, dt [Hv]: the logarithm of the decay, and the bias of a
@@ -145,14 +182,15 @@ def layer(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=False
     before  [R,K−1,C], the convolution's state; None is zeros.   state  [R,Hv,Dv,Dk] float32; None is zeros
     record  whether to keep a Tape
     kept    how many of the T tokens count, int32 of one element: the state is the one after them; None is all
-    Returns y [R,T,Hv,Dv] in qkv's dtype, the state, the convolution's window [R,K−1+T,C], and the Tape or None.
+    owed    an Owed: rows to be added to `state` first; a commit costs no launch of its own then. None is none
+    Returns Rows.
     """
     if serves(qkv, heads) and verdicts.allowed("fused_layer.layer_step", case(qkv, weight, heads)):
-        return layer_step(qkv, a, b, weight, A, dt, heads, before, state, record, kept)
-    return by_parts(qkv, a, b, weight, A, dt, heads, before, state, record, kept)
+        return layer_step(qkv, a, b, weight, A, dt, heads, before, state, record, kept, owed)
+    return by_parts(qkv, a, b, weight, A, dt, heads, before, state, record, kept, owed)
 
 
-def layer_step(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=False, kept=None,
+def layer_step(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=False, kept=None, owed=None,
                build=None, layout=LAYOUT):  # fmt: skip
     """`layer` in one launch, for rows it `serves`; build and layout as in `fused_delta.step`."""
     (R, T, C), K, (Hk, Hv, Dk, Dv) = qkv.shape, weight.shape[1], heads
@@ -161,23 +199,32 @@ def layer_step(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=
     summed = a.dtype if a.dtype == dt.dtype else mx.float32
     template = {"InT": qkv.dtype, "SumT": summed, "Hk": Hk, "Hv": Hv, "Dk": Dk, "Dv": Dv, "K": K, "MOST": MOST}
     template |= {"LANES": layout.lanes, "ROWS": layout.rows, "SIMDGROUPS": layout.simdgroups, "RECORD": record}
+    template["OWED"] = owed is not None
     tapes = [(R, T, Hv, Dv), (R, T, Hk, Dk), (R, T, Hv)] if record else [(1,)] * 3
-    y, after, window, *tape = kernel(
-        [qkv, a, b, weight, A, dt, before, state],
-        scalars=[T, T if kept is None else kept],
+    tape, n = owed or (nothing(qkv.dtype), 0)
+    y, after, window, *taped, settled = kernel(
+        [qkv, a, b, weight, A, dt, before, state, tape.delta, tape.k, tape.g],
+        scalars=[T, T if kept is None else kept, tape.delta.shape[1], n],
         template=template,
         groups=(-(-Dv // layout.tile), Hv, R),
         threads=(SIMD * layout.simdgroups, 1, 1),
-        shapes=[(R, T, Hv, Dv), state.shape, (R, K - 1 + T, C), *tapes],
-        dtypes=[qkv.dtype, mx.float32, qkv.dtype, mx.float32, qkv.dtype, mx.float32],
+        shapes=[(R, T, Hv, Dv), state.shape, (R, K - 1 + T, C), *tapes, state.shape if owed else (1,)],
+        dtypes=[qkv.dtype, mx.float32, qkv.dtype, mx.float32, qkv.dtype, mx.float32, mx.float32],
         build=build,
     )
-    return y, after, window, Tape(*tape) if record else None
+    return Rows(y, after, window, Tape(*taped) if record else None, settled if owed else None)
 
 
-def by_parts(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=False, kept=None):
+@functools.cache
+def nothing(dtype):
+    """What stands for a tape that is not owed; the kernel does not read it."""
+    return Tape(mx.zeros((1, 1)), mx.zeros((1, 1), dtype), mx.zeros((1, 1)))
+
+
+def by_parts(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=False, kept=None, owed=None):
     """`layer` as its parts, each by its own route."""
     Hk, Hv, Dk, Dv = heads
+    state = settled = replay(state, owed.tape, owed.n if isinstance(owed.n, int) else first(owed.n)) if owed else state
     convolved, window = causal_conv(qkv, weight, before)
     q, k, v = mx.split(convolved, [Hk * Dk, 2 * Hk * Dk], axis=-1)
     q, k = (mx.fast.rms_norm(part.reshape(*qkv.shape[:2], Hk, Dk), None, EPSILON / Dk) for part in (q, k))
@@ -185,7 +232,7 @@ def by_parts(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=Fa
     v = v.reshape(*qkv.shape[:2], Hv, Dv)
     mask = None if kept is None else mx.broadcast_to(mx.arange(qkv.shape[1]) < first(kept), qkv.shape[:2])
     y, state, tape = gated_delta(q / Dk, k * Dk**-0.5, v, g, mx.sigmoid(b), state, mask, record=record)
-    return y, state, window, tape
+    return Rows(y, state, window, tape, settled if owed else None)
 
 
 def serves(qkv, heads):

@@ -19,7 +19,7 @@ from drafter import hybrid, shapes
 
 PIECE = 2048  # prompt rows of one forward, as mlx-lm feeds them
 CHAIN = 10  # units of a pipelined measurement
-KEPT = 3  # rows kept of a verify where a rollback is measured
+KEPT = 3  # rows kept of a verify where a rollback or memory is measured
 
 
 class Ours:
@@ -181,14 +181,23 @@ def prefill(arm, T, repeats):
 
 
 def rollback(target, context, W, rounds):
-    """Milliseconds of a commit of KEPT of W rows, waited for, and of waiting alone; medians."""
-    arm, rows, commits, waits = Ours(target), tokens(target, W), [], []
+    """Milliseconds of a cycle that keeps KEPT of W rows, and of one that keeps all and so takes nothing back; medians.
+
+    A cycle is a verify, its wait, and the commit; what a commit leaves to later rows falls on the next cycle. The two
+    kinds alternate in runs of CHAIN cycles. `share` is the difference over the cycle that keeps all.
+    """
+    arm, rows, found = Ours(target), tokens(target, W), {KEPT: [], W: []}
     arm.prompt(tokens(target, context))
-    for _ in range(rounds + 2):
-        mx.eval(arm.verify(rows), arm.states())
-        commits.append(timed(lambda: (arm.transaction.commit(KEPT), arm.states())[1])[0])
-        waits.append(timed(lambda: mx.zeros(64) + 1)[0])
-    return {"commit_ms": statistics.median(commits[2:]), "wait_ms": statistics.median(waits[2:]), "kept": KEPT, "of": W}
+    for _ in range(rounds + 1):
+        for n, samples in found.items():
+            mx.synchronize()
+            start = time.perf_counter()
+            for _ in range(CHAIN):
+                mx.eval(arm.verify(rows))
+                arm.transaction.commit(n)
+            samples.append((time.perf_counter() - start) * 1e3 / CHAIN)
+    part, whole = (statistics.median(samples[1:]) for samples in found.values())
+    return {"kept": KEPT, "of": W, "cycle_ms": part, "cycle_keeping_all_ms": whole, "share": part / whole - 1}
 
 
 def memory(target, T, W, cycles):
@@ -206,12 +215,12 @@ def memory(target, T, W, cycles):
     arm, rows, peaks = Ours(target), tokens(target, W), []
     arm.prompt(tokens(target, PIECE))
     for _ in range(cycles):
-        mx.clear_cache()
         mx.reset_peak_memory()
         held = mx.get_active_memory()
         mx.eval(arm.verify(rows))
         arm.transaction.commit(KEPT)
         mx.eval(arm.states())
+        mx.synchronize()
         peaks.append((mx.get_peak_memory() - held, held))
     quarter = cycles // 4
     second, last = (max(peak for peak, _ in part) for part in (peaks[quarter : 2 * quarter], peaks[-quarter:]))

@@ -151,3 +151,35 @@ def test_a_quantised_model_is_stepped_too(tmp_path):
     rows = tokens_for(stored, 9)
     hidden, _ = step(rows, caches[0])
     close(hidden, stored.forward(rows, caches[1]).hidden, 3e-4)  # quantised products sum in another order still
+
+
+def test_rows_kept_of_several_cycles_are_what_feeding_them_leaves(known, step):
+    """A commit leaves what it owes to the state to the next step's kernel; other forwards read it settled."""
+    text, mine, theirs = tokens_for(known, 60), known.make_cache(), known.make_cache()
+    for caches in (mine, theirs):
+        known.forward(text[:, :7], caches)
+    done = 7
+    for W, n in ((8, 3), (8, 1), (5, 5), (16, 2), (8, 0), (3, 2)):
+        arm(mine)
+        step(text[:, done : done + W], mine)
+        take_back(mine, W, n)
+        if n:
+            known.forward(text[:, done : done + n], theirs)
+        done += n
+    assert any(getattr(entry, "owed", None) for entry in mine) == any(hasattr(entry, "owed") for entry in mine)
+    assert_same(mine, theirs)
+
+
+def test_rows_owed_to_a_state_survive_a_forward_that_is_taken_back(known, step):
+    text, mine, theirs = tokens_for(known, 40), known.make_cache(), known.make_cache()
+    arm(mine)
+    step(text[:, :8], mine)
+    take_back(mine, 8, 3)
+    known.forward(text[:, :3], theirs)
+    for again in (step, lambda rows, caches: known.forward(rows, caches)):
+        arm(mine)
+        again(text[:, 3:9], mine)
+        take_back(mine, 6, 0)
+    arm(mine)  # and one that was not fed at all
+    take_back(mine, 0, 0)
+    assert_same(mine, theirs)

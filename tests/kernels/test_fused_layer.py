@@ -17,7 +17,7 @@ R, HK, HV, DK, DV, K = 2, 1, 3, 64, 13, 4
 C = 2 * HK * DK + HV * DV
 HEADS = HK, HV, DK, DV
 TOLERANCE = {mx.float32: 3e-6, mx.bfloat16: 3e-2}  # of the largest; a last bit of a bf16 gate acts on every later token
-OUTPUTS = "y", "state", "window", "delta", "k", "g"
+OUTPUTS = "y", "state", "window", "delta", "k", "g", "settled"
 
 
 def arguments(T, dtype=mx.float32):
@@ -29,8 +29,9 @@ def arguments(T, dtype=mx.float32):
 
 
 def flat(result):
-    y, state, window, tape = result
-    return y, state, window, *([] if tape is None else [tape.delta, tape.k, tape.g])
+    y, state, window, tape, settled = result
+    found = [y, state, window, *([] if tape is None else [tape.delta, tape.k, tape.g])]
+    return found if settled is None else [*found, settled]
 
 
 def assert_alike(found, expected, tolerance):
@@ -70,7 +71,7 @@ def test_rows_that_only_pad_leave_no_mark():
     qkv, a, b, *rest = arguments(5)
     options = {"record": True, "build": "host", "layout": Layout(8, 2, 1)}
     for n in (1, 3, 5):
-        y, state, _, tape = fused_layer.layer_step(qkv, a, b, *rest, kept=mx.array(n), **options)
+        y, state, _, tape, _ = fused_layer.layer_step(qkv, a, b, *rest, kept=mx.array(n), **options)
         parts = fused_layer.by_parts(qkv, a, b, *rest, record=True, kept=mx.array(n))
         alone = fused_layer.layer_step(*(value[:, :n] for value in (qkv, a, b)), *rest, **options)
         np.testing.assert_array_equal(np.array(state), np.array(alone[1]))
@@ -78,6 +79,20 @@ def test_rows_that_only_pad_leave_no_mark():
         np.testing.assert_array_equal(np.array(tape.delta[:, :n]), np.array(alone[3].delta))
         assert np.isfinite(np.array(y)).all()
         np.testing.assert_allclose(np.array(parts[1]), np.array(state), atol=3e-6, rtol=0)
+
+
+@pytest.mark.parametrize("n", [0, 1, 4])
+def test_rows_that_are_owed_count_as_if_they_had_been_replayed(n):
+    options, given = {"record": True, "build": "host", "layout": Layout(8, 2, 1)}, arguments(5)
+    tape = fused_layer.layer_step(*arguments(4), **options).tape
+    owed = fused_layer.Owed(tape, n)
+    found = fused_layer.layer_step(*given, owed=owed, **options)
+    state = replay(given[-1], tape, n, build="host")
+    expected = fused_layer.layer_step(*given[:-1], state, **options)
+    np.testing.assert_array_equal(np.array(found.settled), np.array(state))
+    for one, other in zip(flat(found), flat(expected), strict=False):
+        np.testing.assert_array_equal(np.array(one), np.array(other))
+    assert_alike(found, fused_layer.by_parts(*given, record=True, owed=owed), TOLERANCE[mx.float32])
 
 
 def test_the_parts_are_mlx_lms_layer():
@@ -94,7 +109,7 @@ def test_the_parts_are_mlx_lms_layer():
     layer(x[:, 4:], cache=cache)
     rows = [project(x[:, 4:]) for project in (layer.in_proj_qkv, layer.in_proj_a, layer.in_proj_b)]
     weights = layer.conv1d.weight, layer.A_log, layer.dt_bias
-    y, after, window, _ = fused_layer.by_parts(*rows, *weights, HEADS, before, state)
+    y, after, window, _, _ = fused_layer.by_parts(*rows, *weights, HEADS, before, state)
     for one, other in ((y, seen[-1]), (after, cache[1]), (window[:, -(K - 1) :], cache[0])):
         np.testing.assert_allclose(np.array(one), np.array(other), atol=3e-6, rtol=0)
 
