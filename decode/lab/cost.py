@@ -99,7 +99,10 @@ def tokens(target, T, seed=0):
 
 
 def timed(call):
-    """(milliseconds until the result is there, milliseconds until the device had all its work)."""
+    """(milliseconds until the result is there, milliseconds until MLX had handed all work to the device).
+
+    MLX holds the host back while many graphs are in flight, so the second is an upper bound of the host's own time.
+    """
     mx.synchronize()
     start = time.perf_counter()
     result = call()

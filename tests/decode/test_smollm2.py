@@ -5,13 +5,10 @@ The oracle is mlx-lm's own generator. CI takes a sample; the slow cases take all
 
 import functools
 
-import mlx_lm
 import pytest
+from identity import check
 
-from decode.cycle import decode
 from decode.lab import prompts
-from decode.proposers import PromptLookup, Scripted
-from decode.schedule import Fixed
 
 SUITE = range(27)
 BLOCKS = (2, 4, 8, 16)
@@ -25,35 +22,6 @@ def suite():
 def encoded(target, index):
     """Token ids of a prompt of the suite."""
     return target.encode(suite()[index].text)
-
-
-def written(target, tokens, proposer, block_size, max_tokens):
-    """Ids that decoding emits."""
-    schedule = Fixed(block_size) if proposer else None
-    steps = decode(target, tokens, proposer, schedule, max_tokens=max_tokens, eos_ids=target.eos_ids)
-    return [token for step in steps for token in step.tokens]
-
-
-def right_until(text, slot):
-    """Right in the first `slot` slots of each block, wrong after."""
-
-    def script(position, count):
-        ahead = (text + [0] * count)[position : position + count]
-        return [token if index < slot else token + 1 for index, token in enumerate(ahead)]
-
-    return Scripted(script)
-
-
-def check(target, tokens, blocks, slots, max_tokens):
-    """Plain equals mlx-lm, and every proposer at every block size equals plain, for one prompt."""
-    plain = written(target, tokens, None, None, max_tokens)
-    theirs = mlx_lm.stream_generate(target.model, target.tokenizer, tokens, max_tokens=max_tokens)
-    assert plain == [response.token for response in theirs]
-    assert len(set(plain)) > 4
-    for block_size in blocks:
-        assert written(target, tokens, PromptLookup(3), block_size, max_tokens) == plain
-        for slot in slots(block_size):
-            assert written(target, tokens, right_until(tokens + plain, slot), block_size, max_tokens) == plain
 
 
 @pytest.mark.parametrize("index", [4, 20])
