@@ -233,7 +233,8 @@ def memory(target, T, W, cycles):
 
 def bandwidth():
     """Bytes a second that this device reads and writes in one large addition: the median of five."""
-    values = mx.zeros((1 << 29,), mx.bfloat16)  # a gigabyte
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    values = mx.zeros((1 << (29 if on_gpu else 26),), mx.bfloat16)  # a gigabyte; far beyond a CPU's cache
     mx.eval(values)
     seconds = [timed(lambda: values + 1)[0] / 1e3 for _ in range(7)][2:]
     return 2 * values.nbytes / statistics.median(seconds)

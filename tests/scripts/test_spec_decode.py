@@ -255,3 +255,24 @@ def test_a_disk_that_takes_no_result_is_refused_early(command, target, asked, tm
 def test_the_probe_leaves_no_file(tmp_path):
     spec_decode.refuse_unwritable(tmp_path / "a" / "b.json")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_cost_prints_its_ratios_and_writes_every_part(command, target, tmp_path, monkeypatch):
+    from decode.lab import cost
+
+    monkeypatch.setattr(cost, "bandwidth", lambda: 1e9)
+    out = tmp_path / "cost.json"
+    plan = ("--widths", 2, "--contexts", "5,9", "--prefills", 7, "--rounds", 2, "--cycles", 8)
+    code, closing, shown, err = command("cost", "--target", target, "--dtype", "float32", *plan, "--out", out)
+    assert code == 0 and closing["status"] == "done" and closing["out"] == str(out)
+    result = json.loads(out.read_text())
+    assert closing["verify_2_over_plain"] == result["cost"]["headline"]["verify_2_over_plain"]
+    assert result["schema"] == "foredraft.result/1" and result["command"] == "cost"
+    assert sorted(result["cost"]["contexts"]) == ["5", "9"] and list(result["cost"]["prefill_tok_s"]) == ["7"]
+    assert "mlx_lm W=2" in shown and "Traceback" not in err
+
+
+def test_cost_refuses_a_shape_that_is_not_known(command, tmp_path):
+    code, closing, _, err = command("cost", "--target", "shape:giant", "--out", tmp_path / "cost.json")
+    assert code == 2 and closing["status"] == "refused"
+    assert "expected one of shape:qwen3_5_4b" in err and "Traceback" not in err

@@ -1,0 +1,86 @@
+"""Costs measured on a tiny hybrid: what is timed is what it says, and nothing measured changes a cache."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import tiny
+from decode.lab import cost
+from drafter import hybrid
+from drafter import target as targets
+
+CONTEXT = 9
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return targets.load(str(tiny.folder("qwen3_5", tmp_path_factory.mktemp("cost"))), dtype="float32")
+
+
+@pytest.fixture(params=[cost.Ours, cost.Stock])
+def arm(request, target):
+    arm = request.param(target)
+    arm.prompt(cost.tokens(target, CONTEXT))
+    return arm
+
+
+def held(arm):
+    """The arrays of every cache: two of a recurrent layer, keys and values of the rows that count of the others."""
+    return [np.array(value) for entry in arm.caches for value in contents(entry)]
+
+
+def contents(entry):
+    if isinstance(entry.state[0], list):
+        return entry.cache
+    return [value[:, :, : entry.offset] for value in (entry.keys, entry.values)]
+
+
+def test_a_verify_that_is_undone_leaves_the_caches_as_they_were(arm):
+    before = held(arm)
+    mx.eval(arm.verify(cost.tokens(arm.target, 5)))
+    arm.undo()
+    for one, other in zip(held(arm), before, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_both_arms_choose_the_same_tokens(target):
+    rows, found = cost.tokens(target, 6, seed=2), []
+    for kind in (cost.Ours, cost.Stock):
+        arm = kind(target)
+        arm.prompt(cost.tokens(target, CONTEXT))
+        found.append(arm.verify(rows).tolist())
+    assert found[0] == found[1]
+
+
+def test_the_stock_arm_runs_mlx_lms_own_layers(target, monkeypatch):
+    seen = []
+    monkeypatch.setattr(hybrid, "forward", lambda *given: seen.append(given))
+    arm = cost.Stock(target)
+    mx.eval(arm.feed(cost.tokens(target, 3)))
+    assert not seen
+
+
+def test_every_part_is_measured_and_saved_as_it_comes(target):
+    saved = []
+    result = cost.measure(target, (2, 5), (7, 11), (13,), 2, 8, lambda found: saved.append(sorted(found)))
+    assert saved[-1] == sorted(result)
+    assert saved == sorted(saved, key=len)
+    assert set(result["widths"]) == {"foredraft", "mlx_lm"}
+    assert set(result["widths"]["mlx_lm"]) == {1, 2, 5}
+    assert set(result["contexts"]) == {7, 11}
+    assert set(result["prefill_tok_s"][13]) == {"foredraft", "mlx_lm"}
+    for row in result["widths"]["foredraft"].values():
+        assert 0 < row["host_ms"] <= row["spread_ms"][1]
+        assert row["pipelined_ms"] > 0
+    ours = result["widths"]["foredraft"]
+    assert result["headline"]["verify_5_over_plain"] == ours[5]["ms"] / ours[1]["ms"]
+    assert result["rollback"]["kept"] == cost.KEPT
+    assert result["memory"]["prompt_rows"] == 13
+
+
+def test_a_rollback_keeps_three_rows_of_each_cycle(target, monkeypatch):
+    arm = cost.Ours(target)
+    monkeypatch.setattr(cost, "Ours", lambda _: arm)
+    cost.rollback(target, CONTEXT, 5, 1)
+    offset = next(entry.offset for entry in arm.caches if hasattr(entry, "offset"))
+    assert offset == CONTEXT + 2 * cost.CHAIN * (cost.KEPT + 5)
