@@ -19,7 +19,7 @@ from drafter import hybrid, shapes
 
 PIECE = 2048  # prompt rows of one forward, as mlx-lm feeds them
 CHAIN = 10  # units of a pipelined measurement
-KEPT = 3  # rows kept of a verify where a rollback or memory is measured
+KEPT = 3  # rows kept of a verify where a rollback or memory is measured, of a narrower one all but one
 
 
 class Ours:
@@ -189,7 +189,8 @@ def rollback(target, context, W, rounds):
     A cycle is a verify, its wait, and the commit; what a commit leaves to later rows falls on the next cycle. The two
     kinds alternate in runs of CHAIN cycles. `share` is the difference over the cycle that keeps all.
     """
-    arm, rows, found = Ours(target), tokens(target, W), {KEPT: [], W: []}
+    kept = min(KEPT, W - 1)
+    arm, rows, found = Ours(target), tokens(target, W), {kept: [], W: []}
     arm.prompt(tokens(target, context))
     for _ in range(rounds + 1):
         for n, samples in found.items():
@@ -200,7 +201,7 @@ def rollback(target, context, W, rounds):
                 arm.transaction.commit(n)
             samples.append((time.perf_counter() - start) * 1e3 / CHAIN)
     part, whole = (statistics.median(samples[1:]) for samples in found.values())
-    return {"kept": KEPT, "of": W, "cycle_ms": part, "cycle_keeping_all_ms": whole, "share": part / whole - 1}
+    return {"kept": kept, "of": W, "cycle_ms": part, "cycle_keeping_all_ms": whole, "share": part / whole - 1}
 
 
 def memory(target, T, W, cycles):
@@ -221,7 +222,7 @@ def memory(target, T, W, cycles):
         mx.reset_peak_memory()
         held = mx.get_active_memory()
         mx.eval(arm.verify(rows))
-        arm.transaction.commit(KEPT)
+        arm.transaction.commit(min(KEPT, W - 1))
         mx.eval(arm.states())
         mx.synchronize()
         peaks.append((mx.get_peak_memory() - held, held))
