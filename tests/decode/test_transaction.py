@@ -11,6 +11,7 @@ import warnings
 import mlx.core as mx
 import numpy as np
 import pytest
+from builds import BUILD
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -176,11 +177,11 @@ def through_host(monkeypatch):
     """Recurrent layers and their replay run the kernels' own bodies, in the host build."""
 
     def rule(*arrays, record, differentiable):
-        return gated_delta.step(*arrays, record=record, build="host")
+        return gated_delta.step(*arrays, record=record, build=BUILD)
 
     monkeypatch.setattr(hybrid, "gated_delta", rule)
-    monkeypatch.setattr(hybrid, "replay", functools.partial(gated_delta.replay, build="host"))
-    monkeypatch.setattr(hybrid, "causal_conv", functools.partial(causal_conv.causal_conv, build="host"))
+    monkeypatch.setattr(hybrid, "replay", functools.partial(gated_delta.replay, build=BUILD))
+    monkeypatch.setattr(hybrid, "causal_conv", functools.partial(causal_conv.causal_conv, build=BUILD))
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)

@@ -13,6 +13,7 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
+from builds import BUILD
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3_5, qwen3_next
 from mlx_lm.models.cache import ArraysCache, KVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
@@ -111,7 +112,7 @@ def test_a_layer_without_a_cache_or_with_mlx_lms_own_cache_does_the_same(model, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_few_rows_in_one_kernel_are_the_same_rows(model, kind, monkeypatch):
     monkeypatch.setattr(hybrid, "allowed", lambda kernel, case: kernel == "fused_layer.layer_step")
-    monkeypatch.setattr(fused_layer, "layer_step", functools.partial(fused_layer.layer_step, build="host"))
+    monkeypatch.setattr(fused_layer, "layer_step", functools.partial(fused_layer.layer_step, build=BUILD))
     monkeypatch.setattr(hybrid, "by_parts", lambda *arguments: pytest.fail("the parts were run"))
     layer = recurrent(model(kind))
     own, theirs = RecurrentCache(2), ArraysCache(2)

@@ -8,6 +8,7 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
+from builds import BUILD
 
 from kernels import block_attention
 
@@ -153,7 +154,7 @@ def test_verify_rows_see_the_cache_and_their_block_up_to_themselves(H, G, W, d, 
     expected = attended(q, k, v, length, own_k, own_v, scale, gate)
     part = mx.array(block_attention.keys_of_a_part(length))
     arguments = (q, k, v, mx.array(length), part, own_k, own_v, scale, gate)
-    found = block_attention.attend_rows(*arguments, build="host")
+    found = block_attention.attend_rows(*arguments, build=BUILD)
     # weights and answers round to bfloat16: 2^-9 of the largest value each, and their errors add up over the keys
     np.testing.assert_allclose(
         np.array(found.astype(mx.float32)), expected, atol=2.0**-8 * np.abs(expected).max(), rtol=2.0**-7
@@ -172,11 +173,11 @@ def test_a_verify_rows_answer_is_that_of_the_same_row_alone_bit_for_bit(w):
     H, G, W, d, L, length = 4, 2, 9, 64, 160, 100
     q, k, v, own_k, own_v, gate = drawn_rows(H, G, W, d, L, mx.bfloat16)
     part = mx.array(32)
-    wide = block_attention.attend_rows(q, k, v, mx.array(length), part, own_k, own_v, 0.1, gate, build="host")
+    wide = block_attention.attend_rows(q, k, v, mx.array(length), part, own_k, own_v, 0.1, gate, build=BUILD)
     end = length + w
     k[:, :, length:end], v[:, :, length:end] = own_k[:, :, :w], own_v[:, :, :w]
     row = (q[:, :, w : w + 1], k, v, mx.array(end), part, own_k[:, :, w : w + 1], own_v[:, :, w : w + 1], 0.1)
-    alone = block_attention.attend_rows(*row, gate[:, w : w + 1], build="host")
+    alone = block_attention.attend_rows(*row, gate[:, w : w + 1], build=BUILD)
     assert mx.array_equal(wide[:, w], alone[:, 0])
 
 

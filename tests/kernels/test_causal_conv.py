@@ -6,6 +6,7 @@ R rows, T tokens, C channels, K width, all different.
 import mlx.core as mx
 import numpy as np
 import pytest
+from builds import BUILD
 
 from kernels import causal_conv, verdicts
 from oracles import causal_conv_loop
@@ -51,7 +52,7 @@ def test_the_kernel_serves_any_number_of_tokens_and_channels(tokens):
     C = causal_conv.THREADS + 3
     x, weight, state = (mx.array(generator.normal(size=shape)) for shape in ((R, tokens, C), (C, K, 1), (R, K - 1, C)))
     x, weight, state = (value.astype(mx.float32) for value in (x, weight, state))
-    found, expected = causal_conv.fused(x, weight, state, build="host"), causal_conv.plain(x, weight, state)
+    found, expected = causal_conv.fused(x, weight, state, build=BUILD), causal_conv.plain(x, weight, state)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(numbers(one), numbers(other), atol=3e-6, rtol=0)
 
@@ -132,7 +133,7 @@ def test_the_kernel_is_measured_at_the_cases_that_ask_for_it():
         x, weight = mx.zeros((1, T, 2 * 1 * 3 + 2 * 5), mx.bfloat16), mx.zeros((16, 4, 1))
         assert (check.kernel, check.case) == ("causal_conv.fused", causal_conv.case(x, weight))
         arrays = check.inputs_fn()
-        for one, other in zip(check.kernel_fn(*arrays, build="host"), check.stock_fn(*arrays), strict=True):
+        for one, other in zip(check.kernel_fn(*arrays, build=BUILD), check.stock_fn(*arrays), strict=True):
             error = mx.max(mx.abs(one - other)) / mx.max(mx.abs(other))
             assert error.item() <= check.tolerance
 

@@ -6,6 +6,7 @@ R rows, T tokens, Hk key heads, Hv value heads, Dk, Dv head dimensions, K width,
 import mlx.core as mx
 import numpy as np
 import pytest
+from builds import BUILD
 from mlx_lm.models import qwen3_5
 from mlx_lm.models.cache import ArraysCache
 
@@ -46,13 +47,13 @@ def assert_alike(found, expected, tolerance):
 def test_one_kernel_is_its_parts(dtype, layout):
     for T in (1, 5, 17):
         given = arguments(T, dtype)
-        found = fused_layer.layer_step(*given, record=True, build="host", layout=Layout(*layout))
+        found = fused_layer.layer_step(*given, record=True, build=BUILD, layout=Layout(*layout))
         assert_alike(found, fused_layer.by_parts(*given, record=True), TOLERANCE[dtype])
 
 
 def test_without_states_or_tape_it_starts_from_zeros():
     given = arguments(5)[:7]
-    found = fused_layer.layer_step(*given, build="host", layout=Layout(8, 2, 1))
+    found = fused_layer.layer_step(*given, build=BUILD, layout=Layout(8, 2, 1))
     assert found[3] is None
     assert_alike(found, fused_layer.by_parts(*given), TOLERANCE[mx.float32])
 
@@ -60,16 +61,16 @@ def test_without_states_or_tape_it_starts_from_zeros():
 def test_its_tape_replays_to_the_bits_of_fewer_rows():
     qkv, a, b, *rest = arguments(5)
     layout, state = Layout(8, 2, 1), rest[-1]
-    tape = fused_layer.layer_step(qkv, a, b, *rest, record=True, build="host", layout=layout)[3]
+    tape = fused_layer.layer_step(qkv, a, b, *rest, record=True, build=BUILD, layout=layout)[3]
     for n in range(1, 6):
         short = [value[:, :n] for value in (qkv, a, b)]
-        expected = fused_layer.layer_step(*short, *rest, record=True, build="host", layout=layout)[1]
-        np.testing.assert_array_equal(np.array(replay(state, tape, n, build="host")), np.array(expected))
+        expected = fused_layer.layer_step(*short, *rest, record=True, build=BUILD, layout=layout)[1]
+        np.testing.assert_array_equal(np.array(replay(state, tape, n, build=BUILD)), np.array(expected))
 
 
 def test_rows_that_only_pad_leave_no_mark():
     qkv, a, b, *rest = arguments(5)
-    options = {"record": True, "build": "host", "layout": Layout(8, 2, 1)}
+    options = {"record": True, "build": BUILD, "layout": Layout(8, 2, 1)}
     for n in (1, 3, 5):
         y, state, _, tape, _ = fused_layer.layer_step(qkv, a, b, *rest, kept=mx.array(n), **options)
         parts = fused_layer.by_parts(qkv, a, b, *rest, record=True, kept=mx.array(n))
@@ -83,11 +84,11 @@ def test_rows_that_only_pad_leave_no_mark():
 
 @pytest.mark.parametrize("n", [0, 1, 4])
 def test_rows_that_are_owed_count_as_if_they_had_been_replayed(n):
-    options, given = {"record": True, "build": "host", "layout": Layout(8, 2, 1)}, arguments(5)
+    options, given = {"record": True, "build": BUILD, "layout": Layout(8, 2, 1)}, arguments(5)
     tape = fused_layer.layer_step(*arguments(4), **options).tape
     owed = fused_layer.Owed(tape, n)
     found = fused_layer.layer_step(*given, owed=owed, **options)
-    state = replay(given[-1], tape, n, build="host")
+    state = replay(given[-1], tape, n, build=BUILD)
     expected = fused_layer.layer_step(*given[:-1], state, **options)
     np.testing.assert_array_equal(np.array(found.settled), np.array(state))
     for one, other in zip(flat(found), flat(expected), strict=False):

@@ -10,6 +10,7 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
+from builds import BUILD
 
 from kernels import fused_rows
 
@@ -41,7 +42,7 @@ def test_heads_are_normed_and_rotated_as_mlx_does_it(H, G, W, d, m, gated, norme
     frequencies = mx.exp(-mx.arange(m) / m * math.log(1e4))
     arguments = (q, k, v, norms, frequencies, mx.array(41))
     options = {"heads": (H, G), "gated": gated, "eps": 1e-5}
-    found = fused_rows.rotate_heads(*arguments, **options, build="host")
+    found = fused_rows.rotate_heads(*arguments, **options, build=BUILD)
     arguments = (*widened((q, k, v)), normed and widened(norms), frequencies, mx.array(41))
     for one, other in zip(found, fused_rows.rotate_heads_reference(*arguments, **options), strict=True):
         close(one, other, 4)  # normed, weighted, rotated from both of a pair
@@ -52,7 +53,7 @@ def test_a_rotation_turns_pairs_by_position_times_frequency():
     frequencies = mx.array([0.5, 0.02])
     row = mx.zeros((1, 2, 64)).at[:, :, 0].add(2.0).at[:, :, 5].add(3.0).astype(mx.bfloat16)
     turned, _, _ = fused_rows.rotate_heads_reference(row, row, row, None, frequencies, mx.array(7), heads=(1, 1))
-    host, _, _ = fused_rows.rotate_heads(row, row, row, None, frequencies, mx.array(7), heads=(1, 1), build="host")
+    host, _, _ = fused_rows.rotate_heads(row, row, row, None, frequencies, mx.array(7), heads=(1, 1), build=BUILD)
     for found in (turned, host):
         for w in range(2):
             angle = (7 + w) * 0.5
@@ -68,7 +69,7 @@ def test_the_gated_norm_is_mlx_lms(W, Hv, Dv):
     y, z = draw(1, W, Hv, Dv, seed=1), draw(1, W, Hv, Dv, seed=2)
     layer = Qwen3NextRMSNormGated(Dv, eps=1e-4)
     layer.weight = draw(Dv, seed=3)
-    found = fused_rows.gated_norm(y, z, layer.weight, 1e-4, build="host")
+    found = fused_rows.gated_norm(y, z, layer.weight, 1e-4, build=BUILD)
     wide = widened((y, z, layer.weight))
     layer.weight = wide[2]
     expected = layer(*wide[:2]).reshape(1, W, Hv * Dv)

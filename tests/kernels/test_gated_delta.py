@@ -8,6 +8,7 @@ import time
 import mlx.core as mx
 import numpy as np
 import pytest
+from builds import BUILD
 from mlx_lm.models.gated_delta import gated_delta_ops
 
 from kernels import fused_delta, gated_delta, plain_delta, verdicts
@@ -312,7 +313,7 @@ def kernel_arguments(case, tokens, dtype=mx.float32):
 def test_the_kernel_is_the_loop(case):
     for tokens in (1, 2, 17):
         arguments, arrays, mask, layout = kernel_arguments(case, tokens)
-        y, state, tape = fused_delta.step(*arguments, record=True, build="host", layout=layout)
+        y, state, tape = fused_delta.step(*arguments, record=True, build=BUILD, layout=layout)
         expected, delta, states = gated_delta_loop(*arrays.values(), mask)
         np.testing.assert_allclose(numbers(y), expected, atol=FLOAT32, rtol=0)
         np.testing.assert_allclose(numbers(state), states[:, -1], atol=FLOAT32, rtol=0)
@@ -322,7 +323,7 @@ def test_the_kernel_is_the_loop(case):
 @pytest.mark.parametrize("dtype", Y_TOLERANCE)
 def test_the_kernel_reads_half_precision_from_no_state_without_a_tape(dtype):
     arguments, _, _, layout = kernel_arguments("scalar", 5, dtype)
-    y, state, tape = fused_delta.step(*arguments[:5], build="host", layout=layout)
+    y, state, tape = fused_delta.step(*arguments[:5], build=BUILD, layout=layout)
     expected, last = gated_delta.recur(*arguments[:5])
     assert (y.dtype, state.dtype, tape) == (dtype, mx.float32, None)
     np.testing.assert_allclose(numbers(y), numbers(expected), atol=Y_TOLERANCE[dtype], rtol=0)
@@ -335,12 +336,12 @@ def test_a_replay_by_the_kernel_ends_in_the_bits_of_its_step(case):
     for tokens in (1, 5, 17):
         arguments, _, mask, layout = kernel_arguments(case, tokens)
         state = arguments[5]
-        tape = fused_delta.step(*arguments, record=True, build="host", layout=layout)[2]
+        tape = fused_delta.step(*arguments, record=True, build=BUILD, layout=layout)[2]
         for n in range(tokens + 1):
             short = [value[:, :n] for value in arguments[:5]]
             seen = None if mask is None else arguments[6][:, :n]
-            step = fused_delta.step(*short, state, seen, record=True, build="host", layout=layout)[1] if n else state
-            found = gated_delta.replay(state, tape, n, build="host")
+            step = fused_delta.step(*short, state, seen, record=True, build=BUILD, layout=layout)[1] if n else state
+            found = gated_delta.replay(state, tape, n, build=BUILD)
             np.testing.assert_array_equal(numbers(found), numbers(step))
             bound = OF_STATE * np.abs(numbers(step)).max()
             plain = gated_delta.replay_reference(state, tape, n)
@@ -349,10 +350,10 @@ def test_a_replay_by_the_kernel_ends_in_the_bits_of_its_step(case):
 
 def test_the_kernel_replays_each_row_of_a_batch_to_its_own_end():
     arguments, _, _, layout = kernel_arguments("vector", 5)
-    tape = fused_delta.step(*arguments, record=True, build="host", layout=layout)[2]
-    found = gated_delta.replay(arguments[5], tape, mx.array([4, 2]), build="host")
+    tape = fused_delta.step(*arguments, record=True, build=BUILD, layout=layout)[2]
+    found = gated_delta.replay(arguments[5], tape, mx.array([4, 2]), build=BUILD)
     for r, n in enumerate((4, 2)):
-        alone = gated_delta.replay(arguments[5], tape, n, build="host")[r]
+        alone = gated_delta.replay(arguments[5], tape, n, build=BUILD)[r]
         np.testing.assert_array_equal(numbers(found[r]), numbers(alone))
 
 
