@@ -119,7 +119,9 @@ class Objective:
 
     def chunk_loss(self, rows, labels, weights):
         """Σ w·loss of hidden rows [chunk,D]; their logits are not kept for the backward pass."""
-        return mx.checkpoint(lambda rows: mx.sum(self.loss(self.target.score(rows), labels) * weights))(rows)
+        return mx.checkpoint(
+            lambda rows: mx.sum(self.loss(self.target.score(rows, differentiable=True), labels) * weights)
+        )(rows)
 
     def evaluate(self, drafter, batch):
         """Loss and argmax agreement by slot, without gradient. Returns SlotSums."""

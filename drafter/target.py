@@ -172,9 +172,12 @@ class Target:
                 return reached.value
         raise UserError(f"target {self.source}: its model never called its first layer; it cannot be embedded")
 
-    def score(self, hidden):
-        """Logits [..., V] of hidden [..., D] by the target's own head, with its soft-cap and multiplier."""
-        if self.step and (logits := self.step.score(hidden)) is not None:
+    def score(self, hidden, differentiable=False):
+        """Logits [..., V] of hidden [..., D] by the target's own head, with its soft-cap and multiplier.
+
+        differentiable: whether gradients are wanted, which the kernel that scores few rows does not give.
+        """
+        if not differentiable and self.step and (logits := self.step.score(hidden)) is not None:
             return logits
         rows = hidden.reshape(1, -1, hidden.shape[-1])
         with watched([self.backbone], returning) as held:

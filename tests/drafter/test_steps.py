@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tiny
-from drafter import steps, target
+from drafter import layers, steps, target
 
 TOLERANCE = 6e-5
 WIDTHS = (1, 1, 5, 8, 1, 16, 3, 17)
@@ -29,7 +29,7 @@ def uncompiled(monkeypatch, request):
 
 @pytest.fixture
 def step(known):
-    return steps.for_model(known.model, known.backbone, steps.PLAIN)
+    return steps.for_model(known.model, known.backbone, layers.PLAIN)
 
 
 def close(found, expected, tolerance=TOLERANCE):
@@ -147,7 +147,7 @@ def test_a_model_that_is_not_known_has_no_step(kind, tmp_path):
 def test_a_quantised_model_is_stepped_too(tmp_path):
     folder = tiny.quantised(tiny.folder("qwen3", tmp_path), tmp_path)
     stored = target.load(str(folder), dtype="float32")
-    step, caches = steps.for_model(stored.model, stored.backbone, steps.PLAIN), [stored.make_cache() for _ in range(2)]
+    step, caches = steps.for_model(stored.model, stored.backbone, layers.PLAIN), [stored.make_cache() for _ in range(2)]
     rows = tokens_for(stored, 9)
     hidden, _ = step(rows, caches[0])
     close(hidden, stored.forward(rows, caches[1]).hidden, 3e-4)  # quantised products sum in another order still
