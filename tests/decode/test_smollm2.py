@@ -41,6 +41,13 @@ def test_proposals_right_until_any_slot_leave_every_text_as_it_is(smollm2, index
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", [1, 10, 19, 25])
-def test_proposals_right_until_any_slot_leave_texts_of_4_bit_weights_as_they_are(smollm2_4bit, index):
-    check(smollm2_4bit, encoded(smollm2_4bit, index), BLOCKS, range, 64)
+@pytest.mark.parametrize("index", [1, 19])
+def test_proposals_right_until_a_slot_leave_texts_of_4_bit_weights_as_they_are(smollm2_4bit, index):
+    """Fewer slots and tokens than above: quantised products do without a BLAS, and all of it would take hours."""
+    check(
+        smollm2_4bit,
+        encoded(smollm2_4bit, index),
+        BLOCKS,
+        lambda block_size: {0, block_size // 2, block_size - 1},
+        24,
+    )
