@@ -172,7 +172,7 @@ def summary(samples):
 
 
 def prefill(arm, T, repeats):
-    """Tokens a second of prompts of T rows, from empty caches: the median of `repeats`."""
+    """Tokens a second of prompts of T rows, from empty caches: {"tok_s": the median, "runs": each}."""
     rates = []
     for seed in range(repeats):
         fresh, prompt = type(arm)(arm.target), tokens(arm.target, T, seed)
@@ -180,7 +180,7 @@ def prefill(arm, T, repeats):
         start = time.perf_counter()
         fresh.prompt(prompt)
         rates.append(T / (time.perf_counter() - start))
-    return statistics.median(rates)
+    return {"tok_s": statistics.median(rates), "runs": rates}
 
 
 def rollback(target, context, W, rounds):
@@ -261,12 +261,13 @@ def measure(target, sizes, contexts, prompts, rounds, cycles, save):
     save(result)
     result["memory"] = memory(target, max((*contexts, *prompts)), sizes[-1], cycles)
     save(result)
-    result["prefill_tok_s"] = {}
-    for T in sorted(prompts):
+    result["prefill"] = {T: {} for T in sorted(prompts)}
+    for T, found in result["prefill"].items():
         for arm in arms:
-            repeats = 1 if T > 2 * PIECE and isinstance(arm, Stock) else 3
-            result["prefill_tok_s"].setdefault(T, {})[arm.name] = prefill(arm, T, repeats)
+            found[arm.name] = prefill(arm, T, 1 if T > 2 * PIECE and isinstance(arm, Stock) else 4)
             save(result)
+        result["headline"][f"prefill_{T}_over_stock"] = found["foredraft"]["tok_s"] / found["mlx_lm"]["tok_s"]
+    save(result)
     return result
 
 

@@ -68,7 +68,8 @@ def test_every_part_is_measured_and_saved_as_it_comes(target):
     assert set(result["widths"]) == {"foredraft", "mlx_lm"}
     assert set(result["widths"]["mlx_lm"]) == {1, 2, 5}
     assert set(result["contexts"]) == {7, 11}
-    assert set(result["prefill_tok_s"][13]) == {"foredraft", "mlx_lm"}
+    rates = {name: found["tok_s"] for name, found in result["prefill"][13].items()}
+    assert result["headline"]["prefill_13_over_stock"] == rates["foredraft"] / rates["mlx_lm"]
     for row in result["widths"]["foredraft"].values():
         assert 0 < row["host_ms"] <= row["spread_ms"][1]
         assert row["pipelined_ms"] > 0

@@ -268,7 +268,7 @@ def test_cost_prints_its_ratios_and_writes_every_part(command, target, tmp_path,
     result = json.loads(out.read_text())
     assert closing["verify_2_over_plain"] == result["cost"]["headline"]["verify_2_over_plain"]
     assert result["schema"] == "foredraft.result/1" and result["command"] == "cost"
-    assert sorted(result["cost"]["contexts"]) == ["5", "9"] and list(result["cost"]["prefill_tok_s"]) == ["7"]
+    assert sorted(result["cost"]["contexts"]) == ["5", "9"] and list(result["cost"]["prefill"]) == ["7"]
     assert "mlx_lm W=2" in shown and "Traceback" not in err
 
 
