@@ -261,7 +261,6 @@ def served(layers, head):
 def needed(layers, head):
     """The (kernel, case) of every kernel that a step of these layers calls."""
     dtype = layers[0].norms[0].weight.dtype
-    found = {
-        ("small_matmul.product", small_matmul.case(dtype, weight)) for each in weights(layers, head) for weight in each
-    }
+    large = [weight for each in weights(layers, head) for weight in each if weight.shape[0] >= small_matmul.LEAST]
+    found = {("small_matmul.product", small_matmul.case(dtype, weight)) for weight in large}
     return found.union(*(layer.mixer.needed(dtype) for layer in layers))

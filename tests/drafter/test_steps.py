@@ -183,3 +183,26 @@ def test_rows_owed_to_a_state_survive_a_forward_that_is_taken_back(known, step):
     arm(mine)  # and one that was not fed at all
     take_back(mine, 0, 0)
     assert_same(mine, theirs)
+
+
+def test_what_a_step_needs_is_what_is_measured_for_its_model():
+    """Every verdict that `needed` asks for is one that the modules' checks would record, at Qwen3.5's proportions."""
+    from drafter import shapes
+    from kernels import selfcheck
+
+    small = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 512, "head_dim": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
+    delta = {"linear_key_head_dim": 32, "linear_value_head_dim": 64}
+    known = shapes.build("shape:qwen3_5_4b", dtype="bfloat16", **small, **heads, **delta)
+    step = steps.for_model(known.model, known.backbone)
+    measured = {(check.kernel, check.case) for check in selfcheck.checks_for(selfcheck.dims_of(known.model))}
+    needed = layers.needed(step.layers, step.head)
+    assert layers.served(step.layers, step.head)
+    assert {kernel for kernel, _ in needed} == {
+        "small_matmul.product", "block_attention.attend_rows", "fused_rows.rotate_heads", "fused_rows.gated_norm",
+    }  # fmt: skip
+    assert needed <= measured
+
+
+def test_heads_that_the_kernels_do_not_know_have_no_ready_step(known, step):
+    assert not layers.served(step.layers, step.head)  # float32, and heads of 32
