@@ -170,27 +170,34 @@ class Loop:
         proposal = self.proposer.propose(self.tokens[-1], size - 1) if size > 1 else Proposal(())
         tokens = mx.concatenate([as_array(self.tokens[-1:]), as_array(proposal.tokens)[: size - 1]])  # [W]
         laps.end("draft", tokens)
-        logits, taps, verdict = self._verify(tokens)
-        laps.end("verify")
-        kept = self._keep(verdict.tokens)
-        self.transaction.commit(len(kept))
-        self._observe([self.tokens[-1], *kept[:-1]], [tap[:, : len(kept)] for tap in taps])
-        laps.end("commit", *(self._states() if self.clock else ()))
-        whole = Cycle(size, len(tokens) - 1, verdict.accepted, len(verdict.tokens), verdict.margins, laps.seconds)
-        cycle = whole.cut(len(kept))
-        self.schedule.observe(cycle)
+        self.transaction.begin(len(tokens), tokens)
+        try:
+            logits, taps, verdict = self._verify(tokens)
+            laps.end("verify")
+            kept = self._keep(verdict.tokens)
+            self.transaction.commit(len(kept))
+            self._observe([self.tokens[-1], *kept[:-1]], [tap[:, : len(kept)] for tap in taps])
+            laps.end("commit", *(self._states() if self.clock else ()))
+            whole = Cycle(size, len(tokens) - 1, verdict.accepted, len(verdict.tokens), verdict.margins, laps.seconds)
+            cycle = whole.cut(len(kept))
+            self.schedule.observe(cycle)
+        except BaseException:  # an interrupt too: the caches must not keep rows whose tokens nobody gets
+            self._take_back()
+            raise
         return Step(self._emit(kept, fed=False), logits[: len(kept)], cycle)
 
     def _verify(self, tokens):
-        """Feed pending token and proposals [W] inside a transaction, left open: (logits [W,V], taps, Verdict)."""
-        self.transaction.begin(len(tokens), tokens)
-        try:
-            forward = self._forward(tokens)
-            logits = self.target.score(mx.squeeze(forward.hidden, 0))
-            return logits, forward.taps, accept(logits, tokens[1:])
-        except BaseException:  # an interrupt too: the caches must not keep rows that nobody judged
+        """Feed pending token and proposals [W]: (logits [W,V], taps, Verdict)."""
+        forward = self._forward(tokens)
+        logits = self.target.score(mx.squeeze(forward.hidden, 0))
+        return logits, forward.taps, accept(logits, tokens[1:])
+
+    def _take_back(self):
+        """Leave the caches as they were before the running block, however far it got."""
+        if self.transaction.open:
             self.transaction.abort()
-            raise
+        else:
+            self.transaction.commit(0)
 
     def _block_size(self):
         """The schedule's B, cut where the caches are about to be quantised."""

@@ -126,11 +126,11 @@ def respond(loop, tokens, writer, on_cycle, settle):
             while True:
                 pieces, reason = write(loop, step, writer)
                 cycle = step.cycle and step.cycle.cut(len(pieces))
-                if cycle and on_cycle:
-                    on_cycle(cycle)
                 for handed, text in enumerate(pieces, 1):
                     last = reason if handed == len(pieces) else None
                     yield response(step, handed - 1, text, last, cycle, clock)
+                if cycle and on_cycle:
+                    on_cycle(cycle)
                 if reason:
                     return
                 handed, step = 0, loop.cycle()

@@ -138,11 +138,13 @@ class RecurrentCache(ArraysCache):
 
     @cache.setter
     def cache(self, held):
+        if self.owing:
+            self.settle(replay(self.held[1], *self.owed))  # for `before`, which a commit may come back to
         self.held, self.owed = held, None
 
     def settle(self, S):
         """Take S for the state with what it was owed, before any further row."""
-        self.held[1], self.owed = S, None
+        self.held, self.owed = [self.held[0], S], None
         if self.owing:
             self.before[0][1], self.owing = S, False
 

@@ -138,7 +138,10 @@ class Recurrence:
     def needed(self, dtype):
         """The (kernel, case) that this layer calls besides products."""
         _, Hv, _, Dv = self.heads
-        return {("fused_rows.gated_norm", fused_rows.case(dtype, Hv, Dv))}
+        weight, C = self.layer.conv1d.weight, self.layer.conv_dim
+        cases = {fused_layer.case(mx.zeros((1, T, C), dtype), weight, self.heads) for T in (1, 2)}
+        norm = ("fused_rows.gated_norm", fused_rows.case(dtype, Hv, Dv))
+        return {norm, *(("fused_layer.layer_step", case) for case in cases)}
 
     def run(self, route, x, residual, place, state, record):
         """(residual + the layer's answer to x, (window, state after the rows that count, tape, settled state)).
@@ -184,8 +187,8 @@ def plan(backbone):
 
 def plan_layer(layer):
     """The Layer of one decoder layer."""
-    if type(layer) not in LAYERS:
-        raise Unknown(type(layer).__name__)
+    if type(layer) not in LAYERS or getattr(layer, "use_sliding", False):
+        raise Unknown(f"{type(layer).__name__}, perhaps with a window")
     recurrent = getattr(layer, "is_linear", False)
     mixer = plan_recurrence(layer.linear_attn) if recurrent else plan_attention(layer.self_attn)
     mlp = layer.mlp

@@ -5,7 +5,8 @@ a key/value buffer. A decode step of mlx-lm builds some twenty operations a laye
 product of more than one row prepares a plan on the host. Here a layer is a handful of launches from `kernels/`, traced
 once for each width and buffer size. All shapes repeat: rows are padded to M, which later rows alone could notice,
 buffers grow in large steps, and positions are arrays. No kernel's answer for a row depends on how many rows there are,
-so a wide verify ends in the bits of narrow steps.
+so a wide verify ends in the bits of narrow steps, but for the few rows of a block in which the context outgrows
+`keys_of_a_part`. Weights are read when a step is planned: after one is replaced, plan anew.
 """
 
 import functools
@@ -56,15 +57,16 @@ class Step:
         record = any(getattr(entry, "recording", False) for entry in cache)
         states = [self.state(layer, entry, W) for layer, entry in zip(self.layers, cache, strict=True)]
         place = mx.array([offset, block_attention.keys_of_a_part(offset) + W], mx.int32)
-        hidden, tapped, left = self.function(tuple(taps), record)(pad_rows(tokens, width(W)), place, states)
+        taps = tuple(tap % len(self.layers) for tap in taps)
+        hidden, tapped, left = self.function(taps, record)(pad_rows(tokens, width(W)), place, states)
         for entry, rows in zip(cache, left, strict=True):
             (append if type(entry) is KVCache else leave)(entry, rows, W)
         return (hidden, tuple(tapped)) if width(W) == W else (hidden[:, :W], tuple(tap[:, :W] for tap in tapped))
 
     def score(self, hidden):
-        """Logits [...,V] of few hidden rows [...,D]; None where they are not few."""
+        """Logits [...,V] of few hidden rows [...,D] in the model's dtype; None where they are not few, or another's."""
         W = hidden.size // hidden.shape[-1]
-        if W > MOST_ROWS:
+        if W > MOST_ROWS or hidden.dtype != self.backbone.norm.weight.dtype:
             return None
         rows = pad_rows(hidden.reshape(1, W, -1), width(W))
         return self.route.product(rows, self.head)[:, :W].reshape(*hidden.shape[:-1], -1)
@@ -114,9 +116,9 @@ def width(W):
 
 
 def pad_rows(x, M):
-    """x [1,W,...] with rows of zeros up to M."""
+    """x [1,W,...] with its last row repeated up to M: what pads must be finite wherever the rows are."""
     missing = M - x.shape[1]
-    return mx.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)) if missing else x
+    return mx.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), mode="edge") if missing else x
 
 
 def append(entry, rows, W):

@@ -218,7 +218,9 @@ def layer_step(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=
 @functools.cache
 def nothing(dtype):
     """What stands for a tape that is not owed; the kernel does not read it."""
-    return Tape(mx.zeros((1, 1)), mx.zeros((1, 1), dtype), mx.zeros((1, 1)))
+    tape = Tape(mx.zeros((1, 1)), mx.zeros((1, 1), dtype), mx.zeros((1, 1)))
+    mx.eval(tape.delta, tape.k, tape.g)  # or it would belong to the trace, and the thread, that asked first
+    return tape
 
 
 def by_parts(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=False, kept=None, owed=None):

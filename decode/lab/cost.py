@@ -2,8 +2,8 @@
 
 W rows of a forward. Arms are interleaved within one process, every timed unit ends in one wait for the argmax of all
 its rows and for what it wrote to the caches, and medians are over units. A verify records what its rollback needs and
-scores every row; the commit is apart. The stock arm is mlx-lm's model with its own caches, put back from a copy between
-units, outside the clock.
+scores every row; the commit is apart. The stock arm is mlx-lm's model with its own caches, put back between units,
+outside the clock.
 """
 
 import copy
@@ -47,6 +47,9 @@ class Ours:
         self.transaction.begin(tokens.shape[1], tokens[0])
         return self.feed(tokens)
 
+    def mark(self):
+        """Nothing: a verify's transaction notes what it needs, inside the clock."""
+
     def undo(self):
         """Take back the rows of a verify."""
         self.transaction.abort()
@@ -79,14 +82,20 @@ class Stock:
         mx.eval(mx.argmax(self.target.score(hidden[:, -1:]), -1))
 
     def verify(self, tokens):
-        """Feed rows on a copy of the caches."""
-        self.kept = self.caches
-        self.caches = copy.deepcopy(self.caches)
+        """Feed rows that `undo` takes back."""
         return self.feed(tokens)
 
+    def mark(self):
+        """Note where the caches stand: the offset of keys and values, which are not copied, and the other states."""
+        self.marks = [entry.offset if hasattr(entry, "offset") else copy.copy(entry.cache) for entry in self.caches]
+
     def undo(self):
-        """Put the caches back."""
-        self.caches = self.kept
+        """Put the caches back to the mark."""
+        for entry, mark in zip(self.caches, self.marks, strict=True):
+            if hasattr(entry, "offset"):
+                entry.offset = mark
+            else:
+                entry.cache = copy.copy(mark)
 
     states = Ours.states
 
@@ -124,6 +133,7 @@ def widths(arms, context, sizes, rounds):
     for turn in range(rounds + 2):  # the first two compile and fill caches
         for W, fed in rows.items():
             for arm in arms:
+                arm.mark()
                 sample = timed(functools.partial(unit, arm, fed))
                 settle(arm, W)
                 if turn > 1:
@@ -150,6 +160,7 @@ def settle(arm, W):
 def pipelined(arm, rows):
     """Milliseconds of a unit in a chain that nothing waits for: each plain step is fed the one before it."""
     W, out = rows.shape[1], rows
+    arm.mark()
     mx.synchronize()
     start = time.perf_counter()
     for _ in range(CHAIN):

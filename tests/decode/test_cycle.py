@@ -19,7 +19,7 @@ from decode.proposers import DFlashProposer, PromptLookup, Scripted
 from decode.schedule import Fixed
 from decode.verify import Verdict
 from drafter import hybrid
-from oracles import assert_same_caches, greedy_stepwise, greedy_uncached
+from oracles import assert_same_caches, cache_rows, greedy_stepwise, greedy_uncached
 
 KINDS = ("llama", "qwen3", "gemma3_text", "qwen3_5")
 LENGTH = 41
@@ -253,23 +253,53 @@ def test_a_step_can_be_cut_after_any_token(tiny_target, prompt, answer, kind):
         assert_same_caches(cache, fresh, FLOAT32)
 
 
-def test_a_forward_that_breaks_off_leaves_the_caches_as_they_were(tiny_target, prompt, answer, monkeypatch):
-    target = tiny_target("gemma3_text")
-    cache = target.make_cache()
-    loop = Loop(target, cache, Scripted(prompt + answer("gemma3_text")), Fixed(6), max_tokens=LENGTH)
-    loop.prefill(prompt)
+def break_off(loop, where, monkeypatch):
+    """Let the loop's next cycle be interrupted: while it judges, half way through its commit, or after it."""
 
-    def interrupt(logits, proposals):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cycles, "accept", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        loop.cycle()
-    fresh = make_prompt_cache(target.model)
-    target.model(mx.array([prompt]), cache=fresh)
-    assert_same_caches(cache, fresh, FLOAT32)
-    monkeypatch.undo()
-    assert loop.cycle().tokens == tuple(answer("gemma3_text")[1:7])
+    def half(n):
+        for mark in loop.transaction.marks[::2]:
+            mark.keep(loop.transaction.rows, n)
+        interrupt()
+
+    owner, name = {
+        "accept": (cycles, "accept"),
+        "commit": (loop.transaction, "commit"),
+        "observe": (loop, "_observe"),
+        "schedule": (loop.schedule, "observe"),
+    }[where]
+    monkeypatch.setattr(owner, name, half if where == "commit" else interrupt)
+
+
+@pytest.mark.parametrize("where", ["accept", "commit", "observe", "schedule"])
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_5"])
+def test_a_block_that_breaks_off_leaves_the_caches_as_they_were(tiny_target, prompt, answer, kind, where, monkeypatch):
+    target = tiny_target(kind)
+    loops = [
+        Loop(target, target.make_cache(), Scripted(prompt + answer(kind)), Fixed(6), max_tokens=LENGTH) for _ in "ab"
+    ]
+    for loop in loops:
+        loop.prefill(prompt)
+        assert loop.cycle().tokens == tuple(answer(kind)[1:7])
+    broken, whole = loops
+    with monkeypatch.context() as patch:
+        break_off(broken, where, patch)
+        with pytest.raises(KeyboardInterrupt):
+            broken.cycle()
+    if where == "accept":  # the proposer knows no more than the caches: the text goes on
+        assert broken.cycle().tokens == whole.cycle().tokens == tuple(answer(kind)[7:13])
+    for loop in loops:
+        loop.settle()
+    for mine, theirs in zip(broken.cache, whole.cache, strict=True):
+        for one, other in zip(rows_of(mine), rows_of(theirs), strict=True):
+            np.testing.assert_array_equal(np.array(one), np.array(other))
+
+
+def rows_of(entry):
+    """The arrays of a recurrent cache, or keys and values of the rows that count, in temporal order."""
+    return entry.cache if hasattr(entry, "recording") else cache_rows(entry)
 
 
 @pytest.fixture

@@ -200,9 +200,42 @@ def test_what_a_step_needs_is_what_is_measured_for_its_model():
     assert layers.served(step.layers, step.head)
     assert {kernel for kernel, _ in needed} == {
         "small_matmul.product", "block_attention.attend_rows", "fused_rows.rotate_heads", "fused_rows.gated_norm",
+        "fused_layer.layer_step",
     }  # fmt: skip
     assert needed <= measured
 
 
 def test_heads_that_the_kernels_do_not_know_have_no_ready_step(known, step):
     assert not layers.served(step.layers, step.head)  # float32, and heads of 32
+
+
+def test_a_layer_with_a_window_is_not_known(tmp_path):
+    path = tiny.folder(
+        "llama", tmp_path, sliding_window=9, layer_types=["full_attention", "sliding_attention", "full_attention"]
+    )
+    windowed = target.load(str(path), dtype="float32")
+    assert any(layer.use_sliding for layer in windowed.model.layers)
+    assert steps.for_model(windowed.model, windowed.backbone) is None
+
+
+def test_taps_may_count_from_the_end(known, step):
+    rows = tokens_for(known, 3)
+    found, expected = step(rows, known.make_cache(), (-1, 0)), known.forward(rows, known.make_cache(), (-1, 0))
+    for one, other in zip(found[1], expected.taps, strict=True):
+        close(one, other)
+
+
+def test_what_pads_is_finite_wherever_the_rows_are(known, step):
+    """The last row pads: an id that no text holds, such as 0, may have an embedding that is not finite."""
+    table = known.backbone.embed_tokens
+    kept, rows = mx.array(table.weight), tokens_for(known, 5)
+    expected = step(rows, known.make_cache())[0]
+    table.weight[0] = mx.nan
+    try:
+        close(step(rows, known.make_cache())[0], expected, 0)
+    finally:
+        table.weight = kept
+
+
+def test_a_hidden_state_of_another_dtype_is_left_to_the_models_own_head(known, step):
+    assert step.score(mx.zeros((1, 2, known.hidden_size), mx.bfloat16)) is None
