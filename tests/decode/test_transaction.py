@@ -31,7 +31,7 @@ from oracles import assert_same_caches
 FLOAT32 = 2e-5  # wide and narrow products round differently; logits here are of order 10
 RECURRENT = 5e-5  # states and logits of order 5 after a chunked prefill, and steps whose sums come in another order
 REPLAY = 2e-6  # of the largest state value: float32 sums of the same rows
-QUANTISED = 2e-2  # a rounding difference may move a stored code by one step of 1/255 of a group's range
+QUANTISED = 4e-2  # a rounding difference may move a stored code by one step: 1/255 of a group's range, 10 at most here
 WINDOW = 11
 PROMPTS = (3, 10, 11, 12, 30)  # well inside, about to fill, full, over and well over the window
 
