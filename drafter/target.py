@@ -5,8 +5,6 @@ and head are read by giving *instances* a subclass of their own class for the le
 global changes, parameter names stay, and a second model in the process is never touched.
 """
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import hashlib
@@ -19,12 +17,12 @@ import mlx_lm.utils
 from mlx.utils import tree_flatten, tree_unflatten
 
 from drafter import fingerprint, hybrid, packed, sources, steps
+from drafter.watch import Reached, recording, returning, stopping, watched
 from kernels import backend, selfcheck
 from kernels.blas import cache_folder
 from kernels.errors import UserError
 
 DTYPES = ("float32", "bfloat16", "float16")
-HELD = contextvars.ContextVar("what the watched modules of the running call produced or are to return")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,61 +216,6 @@ def check_text(text):
         raise UserError(
             f"prompt: character {error.start} is not valid Unicode ({error.reason}); save it as UTF-8"
         ) from None
-
-
-class Reached(Exception):
-    """Carries a watched module's input out of the forward that reached it."""
-
-    def __init__(self, value):
-        self.value = value
-
-
-@contextlib.contextmanager
-def watched(modules, variant):
-    """Give each module a subclass of its own class while the block runs; yields what they hold, by id(module)."""
-    bases = [(module, type(module)) for module in modules]
-    held = {}
-    token = HELD.set(held)
-    try:
-        for module, base in bases:
-            module.__class__ = variant(base)
-        yield held
-    finally:
-        for module, base in bases:
-            module.__class__ = base
-        HELD.reset(token)
-
-
-@functools.cache
-def recording(base):
-    """A subclass of a layer's class that keeps the layer's output."""
-
-    def call(self, *args, **kwargs):
-        output = base.__call__(self, *args, **kwargs)
-        HELD.get()[id(self)] = output[0] if isinstance(output, tuple) else output
-        return output
-
-    return type(base.__name__, (base,), {"__call__": call})
-
-
-@functools.cache
-def stopping(base):
-    """A subclass of a layer's class that ends the forward with the layer's input."""
-
-    def call(self, value, *args, **kwargs):
-        raise Reached(value)
-
-    return type(base.__name__, (base,), {"__call__": call})
-
-
-@functools.cache
-def returning(base):
-    """A subclass of a backbone's class that returns the hidden state it was given to hold."""
-
-    def call(self, *args, **kwargs):
-        return HELD.get()[id(self)]
-
-    return type(base.__name__, (base,), {"__call__": call})
 
 
 def load(name, *, dtype=None, revision=None):
