@@ -61,6 +61,7 @@ def draw(config, dtype, bits):
         nn.quantize(model, group_size=GROUP_SIZE, bits=bits)
     mx.eval(model.parameters())
     model.freeze()
+    model.eval()
     hybrid.attach(model)
     return model
 
