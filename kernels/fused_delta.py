@@ -19,6 +19,9 @@ FEW, MANY = 17, 512  # tokens of the widest verify, and of a prompt to measure a
 TOLERANCE = {mx.float32: 5e-3, mx.bfloat16: 2e-2, mx.float16: 5e-3}  # TF32 in chunks' products; then roundings of y
 REPLAYED = 1e-6  # the same operations, one rounding fewer
 MOST_KEYS = 256  # Dk up to which a lane's share of the state and of a token stays in registers
+STAGE = (
+    8  # tokens that the step kernel reads ahead: up to 25 KB of float32 keys, queries and gates at Dk = 256; assumed
+)
 REPLAY_THREADS = 128  # assumed: each has 4 elements of the state and nothing to share
 
 HEADER = """
@@ -106,73 +109,100 @@ HELPER void put(DEVICE_OUT(float) home, LANE_ARRAY(const float) held, int rows) 
 }
 """
 
-# LANES lanes hold ROWS value rows of the state, in packs that alternate between them. `next` is loaded while the token
-# before it is computed. Nothing waits for y, so its sum over the lanes comes one token late, beside the sum that δ
-# waits for.
+# LANES lanes hold ROWS value rows of the state, in packs that alternate between them. The threadgroup reads STAGE
+# tokens at once into shared memory, and those after them into registers while these are computed: no token waits for
+# memory. Nothing waits for y, so its sum over the lanes comes one token late, beside the sum that δ waits for.
 STEP = """
-  constexpr int PER = Dk / LANES, WIDE = PER % 8 ? 4 : 8, PACKS = PER / WIDE, STRIDE = WIDE * LANES;
-  constexpr int GATES = VECTOR ? Dk : 1, GATE_WIDE = VECTOR ? WIDE : 1, GATE_PACKS = VECTOR ? PACKS : 1;
+  constexpr int PER = Dk / LANES, WIDE = PER % 8 ? 4 : 8, PACKS = PER / WIDE, THREADS = 32 * SIMDGROUPS;
+  constexpr int TILE = SIMDGROUPS * (32 / LANES) * ROWS, GATES = VECTOR ? Dk : 1;
+  constexpr int PARTS = STAGE * Dk / WIDE, MY_PARTS = (PARTS + THREADS - 1) / THREADS;
+  constexpr int MY_GATES = (STAGE * GATES + THREADS - 1) / THREADS, MY_VALUES = (STAGE * TILE + THREADS - 1) / THREADS;
+  using Part = Pack<KeyT, WIDE>;
+  SHARED(Part, key_of, PARTS);
+  SHARED(Part, query_of, PARTS);
+  SHARED(float, gate_of, STAGE * GATES);
+  SHARED(float, value_of, STAGE * TILE);
+  SHARED(float, strength_of, STAGE);
   const int h = GROUP_Y, r = GROUP_Z, own = h / (Hv / Hk), count = SCALAR(tokens), lane = LANE % LANES;
-  const int first = ((GROUP_X * SIMDGROUPS + SIMDGROUP) * (32 / LANES) + LANE / LANES) * ROWS, rows = Dv - first;
+  const int top = GROUP_X * TILE, below = (SIMDGROUP * (32 / LANES) + LANE / LANES) * ROWS, rows = Dv - top - below;
   const long start = long(r) * count;  // tokens of the rows before this one
-  auto keys = k + (start * Hk + own) * Dk + WIDE * lane;
-  auto queries = q + (start * Hk + own) * Dk + WIDE * lane;
-  auto gates = g + (start * Hv + h) * GATES + (VECTOR ? WIDE * lane : 0);
-  auto values = v + (start * Hv + h) * Dv + first;
-  auto strengths = beta + start * Hv + h;
-  auto answers = y + (start * Hv + h) * Dv + first;
-  auto deltas = delta + (RECORD ? (start * Hv + h) * Dv + first : 0);
-  const long home = ((long(r) * Hv + h) * Dv + first) * Dk + WIDE * lane;  // in the state
+  const long home = ((long(r) * Hv + h) * Dv + top + below) * Dk + WIDE * lane;  // in the state
+  auto answers = y + (start * Hv + h) * Dv + top + below;
+  auto deltas = delta + (RECORD ? (start * Hv + h) * Dv + top + below : 0);
 
   float held[ROWS * PER], sums[2 * ROWS];  // shares of S k for this token, then of y for the one before
   UNROLL
   for (int i = 0; i < ROWS; ++i) sums[ROWS + i] = 0.0f;
   take<ROWS, PER, WIDE, Dk, LANES>(state + home, held, rows);
 
-  Pack<KeyT, WIDE> next_key[PACKS], next_query[PACKS];
-  Pack<GateT, GATE_WIDE> next_gate[GATE_PACKS];
-  float next_value[ROWS], next_strength = 0.0f;
+  Part next_key[MY_PARTS], next_query[MY_PARTS];
+  float next_gate[MY_GATES], next_value[MY_VALUES], next_strength = 0.0f;
   int owed = -1;  // the token whose y is not written yet
-  for (int t = -1; t < count; ++t) {
-    float key[PER], query[PER], gate[GATE_PACKS * GATE_WIDE], value[ROWS], change[ROWS];
-    const float strength = next_strength;
-    if (t >= 0) {
+  for (int stage = -STAGE; stage < count; stage += STAGE) {
+    if (stage >= 0) {
+      BARRIER();  // the stage before is computed
       UNROLL
-      for (int j = 0; j < PACKS; ++j) widen(next_key[j], key + j * WIDE), widen(next_query[j], query + j * WIDE);
-      UNROLL
-      for (int j = 0; j < GATE_PACKS; ++j) widen(next_gate[j], gate + j * GATE_WIDE);
-      UNROLL
-      for (int i = 0; i < ROWS; ++i) value[i] = next_value[i];
-    }
-    if (t + 1 < count) {
-      UNROLL
-      for (int j = 0; j < PACKS; ++j) {
-        next_key[j] = load<KeyT, WIDE>(keys + j * STRIDE);
-        next_query[j] = load<KeyT, WIDE>(queries + j * STRIDE);
+      for (int i = 0; i < MY_PARTS; ++i) {
+        const int at = THREAD + i * THREADS;
+        if (at < PARTS) key_of[at] = next_key[i], query_of[at] = next_query[i];
       }
       UNROLL
-      for (int j = 0; j < GATE_PACKS; ++j) next_gate[j] = load<GateT, GATE_WIDE>(gates + j * STRIDE);
+      for (int i = 0; i < MY_GATES; ++i)
+        if (THREAD + i * THREADS < STAGE * GATES) gate_of[THREAD + i * THREADS] = next_gate[i];
       UNROLL
-      for (int i = 0; i < ROWS; ++i) next_value[i] = i < rows ? F32(values[i]) : 0.0f;
-      next_strength = F32(strengths[0]);
-      keys += Hk * Dk, queries += Hk * Dk, gates += Hv * GATES, values += Hv * Dv, strengths += Hv;
+      for (int i = 0; i < MY_VALUES; ++i)
+        if (THREAD + i * THREADS < STAGE * TILE) value_of[THREAD + i * THREADS] = next_value[i];
+      if (THREAD < STAGE) strength_of[THREAD] = next_strength;
+      BARRIER();
     }
-    if (t < 0) continue;
-    const long place = long(t) * Hv * Dv;
-    if (MASKED && !mask[MASKED ? start + t : 0]) {  // alike for all lanes
-      for (int i = 0; i < ROWS; ++i) change[i] = 0.0f;
-      write<ValueT, ROWS>(answers + place, change, rows, lane);
-      if (RECORD) write<float, ROWS>(deltas + place, change, rows, lane);
-      continue;
-    }
-    fade<ROWS, PER, VECTOR>(held, gate, key, sums);
-    across<LANES, 2 * ROWS>(sums);
-    if (owed >= 0) write<ValueT, ROWS>(answers + long(owed) * Hv * Dv, sums + ROWS, rows, lane);
-    owed = t;
+    const int after_it = stage + STAGE, left = count - after_it;  // tokens still to be read
     UNROLL
-    for (int i = 0; i < ROWS; ++i) change[i] = MUL(strength, value[i] - sums[i]);
-    update<ROWS, PER>(held, change, key, query, sums + ROWS);
-    if (RECORD) write<float, ROWS>(deltas + place, change, rows, lane);
+    for (int i = 0; i < MY_PARTS; ++i) {
+      const int at = (THREAD + i * THREADS) * WIDE, t = at / Dk;
+      const long from = ((start + after_it + t) * Hk + own) * Dk + at % Dk;
+      if (t < STAGE && t < left) next_key[i] = load<KeyT, WIDE>(k + from), next_query[i] = load<KeyT, WIDE>(q + from);
+    }
+    UNROLL
+    for (int i = 0; i < MY_GATES; ++i) {
+      const int at = THREAD + i * THREADS, t = at / GATES;
+      if (t < STAGE && t < left) next_gate[i] = F32(g[((start + after_it + t) * Hv + h) * GATES + at % GATES]);
+    }
+    UNROLL
+    for (int i = 0; i < MY_VALUES; ++i) {
+      const int at = THREAD + i * THREADS, t = at / TILE, row = top + at % TILE;
+      if (t < STAGE && t < left && row < Dv) next_value[i] = F32(v[((start + after_it + t) * Hv + h) * Dv + row]);
+    }
+    if (THREAD < STAGE && THREAD < left) next_strength = F32(beta[(start + after_it + THREAD) * Hv + h]);
+
+    for (int s = 0; stage >= 0 && s < STAGE && stage + s < count; ++s) {
+      const int t = stage + s;
+      const long place = long(t) * Hv * Dv;
+      float key[PER], query[PER], gate[VECTOR ? PER : 1], change[ROWS];
+      if (MASKED && !mask[MASKED ? start + t : 0]) {  // alike for all lanes
+        for (int i = 0; i < ROWS; ++i) change[i] = 0.0f;
+        write<ValueT, ROWS>(answers + place, change, rows, lane);
+        if (RECORD) write<float, ROWS>(deltas + place, change, rows, lane);
+        continue;
+      }
+      UNROLL
+      for (int j = 0; j < PACKS; ++j) {
+        const int at = s * Dk / WIDE + lane + j * LANES;
+        widen(key_of[at], key + j * WIDE), widen(query_of[at], query + j * WIDE);
+        UNROLL
+        for (int c = 0; c < WIDE; ++c)
+          if (VECTOR) gate[VECTOR ? j * WIDE + c : 0] = gate_of[VECTOR ? at * WIDE + c : 0];
+      }
+      if (!VECTOR) gate[0] = gate_of[VECTOR ? 0 : s];
+      fade<ROWS, PER, VECTOR>(held, gate, key, sums);
+      across<LANES, 2 * ROWS>(sums);
+      if (owed >= 0) write<ValueT, ROWS>(answers + long(owed) * Hv * Dv, sums + ROWS, rows, lane);
+      owed = t;
+      UNROLL
+      for (int i = 0; i < ROWS; ++i)
+        change[i] = MUL(strength_of[s], (i < rows ? value_of[s * TILE + below + i] : 0.0f) - sums[i]);
+      update<ROWS, PER>(held, change, key, query, sums + ROWS);
+      if (RECORD) write<float, ROWS>(deltas + place, change, rows, lane);
+    }
   }
   across<LANES, ROWS>(sums + ROWS);
   if (owed >= 0) write<ValueT, ROWS>(answers + long(owed) * Hv * Dv, sums + ROWS, rows, lane);
@@ -262,7 +292,7 @@ def step(q, k, v, g, beta, state=None, mask=None, record=False, build=None, layo
     layout = layout or (LAYOUT if Dk <= 128 else LONG_KEYS)
     template = {"KeyT": k.dtype, "ValueT": v.dtype, "GateT": g.dtype, "Hk": Hk, "Hv": Hv, "Dk": Dk, "Dv": Dv}
     template |= {"LANES": layout.lanes, "ROWS": layout.rows, "SIMDGROUPS": layout.simdgroups}
-    template |= {"VECTOR": g.ndim == 4, "MASKED": mask is not None, "RECORD": record}
+    template |= {"VECTOR": g.ndim == 4, "MASKED": mask is not None, "RECORD": record, "STAGE": STAGE}
     mask_given = everyone() if mask is None else mask
     state_given = mx.zeros((R, Hv, Dv, Dk)) if state is None else state
     y, after, delta = step_kernel(

@@ -1,4 +1,4 @@
-"""One kernel body, three builds: Metal and CUDA through `mx.fast`, and host C++, in which CI runs every body.
+"""One kernel body, three builds: Metal and CUDA for `mx.fast`, and host C++, in which CI runs every body.
 
 A body is plain C++ over the words that `prologue/` defines for each build:
 
@@ -21,34 +21,24 @@ A body is plain C++ over the words that `prologue/` defines for each build:
   UNROLL                         before a loop of constant length
 
 Inputs, outputs and scalars go by their names, template values too (`constexpr`, `using`). Shuffles and barriers are met
-by all lanes or by none. A body uses no `std::`, no name ending in _shape, _strides or _ndim, and never `inf`: on CUDA
-that is MLX's macro.
+by all lanes or by none. A body uses no `std::` and no name ending in _shape, _strides or _ndim.
 """
 
-import ctypes
 import functools
 import hashlib
-import os
 import pathlib
-import platform
-import shutil
-import subprocess
 import sys
-import tempfile
 
 import mlx.core as mx
 import numpy as np
 
-from kernels.blas import cache_folder
-from kernels.errors import UserError
+from kernels import host, nvrtc
 
 GPU = mx.DeviceType.gpu
 SIMD = 32  # lanes of a simdgroup (Metal) or warp (CUDA)
 WIDE = 32  # elements of a scalar argument, of which the first counts: see `whole_number`
 MOST_THREADS = 1024  # of a threadgroup, on both
 CONSTANT = 8  # Metal passes arrays of fewer elements in another address space (mlx/backend/common/metal_kernel.cpp)
-GUARD = 256  # bytes of 0xFF on both sides of every host array: what lies beyond an array is NaN, and stays untouched
-FLAGS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-w")
 
 # What opens a body. MLX declares exactly those Metal attributes that it finds by name in this text.
 OPENING = {
@@ -67,7 +57,7 @@ OPENING = {
   const int GROUP_X = group[0], GROUP_Y = group[1], GROUP_Z = group[2];
 """,
 }
-HOST_TYPES = {
+C_TYPES = {
     mx.bool_: "bool",
     mx.uint8: "uint8_t",
     mx.int32: "int32_t",
@@ -77,7 +67,6 @@ HOST_TYPES = {
     mx.bfloat16: "bfloat16",
     mx.float32: "float",
 }
-PLAIN = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}  # what NumPy, which has no bfloat16, sees instead
 
 
 class Kernel:
@@ -90,7 +79,7 @@ class Kernel:
     def __init__(self, name, *, inputs, outputs, body, scalars=(), header=""):
         self.name, self.inputs, self.scalars, self.outputs = name, tuple(inputs), tuple(scalars), tuple(outputs)
         self.body, self.header = body, header
-        self.functions = {}  # (build, dtypes) -> MLX's kernel
+        self.functions = {}  # (build, all that decides what is compiled) -> what runs it
         taken = [n + s for n in (*self.inputs, *self.scalars) for s in ("_shape", "_strides", "_ndim") if n + s in body]
         if taken:
             raise ValueError(
@@ -114,47 +103,93 @@ class Kernel:
         run, which dispatchers avoid.
         """
         build, template = build or device_build(), template or {}
+        if build == "cuda":
+            return self.run_cuda(arrays, scalars, template, groups, threads, shapes, dtypes)
         arrays = [*arrays, *[scalar(value) for value in scalars]]
         if build == "host":
             return self.run_host(arrays, template, groups, threads, shapes, dtypes)
-        if build == "metal":
-            arrays = [metal_argument(a, name in self.scalars) for name, a in zip(self.names, arrays)]
-        return self.function(build, (*[a.dtype for a in arrays], *dtypes))(
-            inputs=arrays,
-            template=list(template.items()),
-            grid=(groups[0] * threads[0], groups[1] * threads[1], groups[2] * threads[2]),
-            threadgroup=threads,
-            output_shapes=shapes,
-            output_dtypes=dtypes,
-        )
+        return self.run_metal(arrays, template, groups, threads, shapes, dtypes)
 
     @property
     def names(self):
         """The arguments' names, as the generated functions take them (outputs follow)."""
         return (*self.inputs, *self.scalars)
 
-    def source(self, build):
-        """(header, body) as they are given to MLX for "metal" or "cuda"; MLX adds the signature."""
-        return f"{prologue(build)}\n{self.header}\n", OPENING[build] + self.body
+    def run_metal(self, arrays, template, groups, threads, shapes, dtypes):
+        """The call through `mx.fast.metal_kernel`."""
+        arrays = [metal_argument(a, name in self.scalars) for name, a in zip(self.names, arrays)]
+        return self.metal_function((*[a.dtype for a in arrays], *dtypes))(
+            inputs=arrays,
+            template=list(template.items()),
+            grid=in_threads(groups, threads),
+            threadgroup=threads,
+            output_shapes=shapes,
+            output_dtypes=dtypes,
+        )
 
-    def function(self, build, dtypes):
+    def metal_function(self, dtypes):
         """MLX's kernel for these dtypes of arguments, made once.
 
         MLX caches what it compiles by name, on disk too, and puts only the template values into it: so source and
         dtypes must be in the name.
         """
-        function = self.functions.get((build, dtypes))
+        function = self.functions.get(("metal", dtypes))
         if function is None:
-            mark = hashlib.sha256(f"{self.digest}{dtypes}".encode()).hexdigest()[:8]
-            header, body = self.source(build)
-            make = mx.fast.cuda_kernel if build == "cuda" else mx.fast.metal_kernel
-            function = make(f"{self.name}_{mark}", list(self.names), list(self.outputs), body, header)
-            self.functions[build, dtypes] = function
+            name, names = f"{self.name}_{self.mark(dtypes)}", (list(self.names), list(self.outputs))
+            header = f"{prologue('metal')}\n{self.header}\n"
+            function = mx.fast.metal_kernel(name, *names, OPENING["metal"] + self.body, header)
+            self.functions["metal", dtypes] = function
         return function
+
+    def run_cuda(self, arrays, scalars, template, groups, threads, shapes, dtypes):
+        """The call through `mx.fast.precompiled_cuda_kernel`; scalars that are ints are passed by value."""
+        by_value = tuple(isinstance(value, int) for value in scalars)
+        held = [*arrays, *[value for value, whole in zip(scalars, by_value) if not whole]]
+        kinds = tuple(a.dtype for a in arrays), tuple(dtypes)
+        return self.cuda_function(*kinds, tuple(template.items()), by_value, threads)(
+            inputs=held,
+            scalars=[value for value, whole in zip(scalars, by_value) if whole],
+            grid=in_threads(groups, threads),
+            threadgroup=threads,
+            output_shapes=shapes,
+            output_dtypes=dtypes,
+        )
+
+    def cuda_function(self, *kind):
+        """What runs the kernel of one kind (see `cuda_source`), compiled once on this machine and loaded once by MLX.
+
+        MLX keeps what it loads by name: so all that decides what is compiled must be in the name.
+        """
+        function = self.functions.get(("cuda", kind))
+        if function is None:
+            name = f"{self.name}_{self.mark(kind)}"
+            code = nvrtc.machine_code(name, self.cuda_source(name, *kind), mx.device_info()["architecture"])
+            options = {"name": name, "compiled_source": code, "ensure_row_contiguous": True}
+            function = self.functions["cuda", kind] = functools.partial(mx.fast.precompiled_cuda_kernel, **options)
+        return function
+
+    def cuda_source(self, name, inputs, outputs, template, by_value, threads):
+        """The whole CUDA text of a function `name`.
+
+        inputs, outputs  their dtypes       template  (name, value) pairs       threads  of a threadgroup
+        by_value         for each scalar whether it is an int, and not an array whose first element counts
+        """
+        arrays = [f"const {C_TYPES[kind]}* __restrict__ {each}" for kind, each in zip(inputs, self.inputs)]
+        arrays += [f"const int* __restrict__ {each}_at" for each, whole in zip(self.scalars, by_value) if not whole]
+        arrays += [f"{C_TYPES[kind]}* __restrict__ {each}" for kind, each in zip(outputs, self.outputs)]
+        arrays += [f"const int {each}" for each, whole in zip(self.scalars, by_value) if whole]
+        first = [f"const int {each} = {each}_at[0];" for each, whole in zip(self.scalars, by_value) if not whole]
+        lines = "\n".join(f"  {line}" for line in [*(constant(*pair) for pair in template), *first])
+        signature = f'extern "C" __global__ void __launch_bounds__({int(np.prod(threads))}) {name}({", ".join(arrays)})'
+        return f"{prologue('cuda')}\n{self.header}\n{signature} {{\n{lines}{OPENING['cuda']}{self.body}\n}}\n"
+
+    def mark(self, kind):
+        """Sixteen digits of a digest over the source and over what one compiled kernel of it is for."""
+        return hashlib.sha256(f"{self.digest}{kind}".encode()).hexdigest()[:16]
 
     def host_source(self, dtypes, template):
         """The whole C++ text of the host build for these dtypes of inputs, scalars and outputs."""
-        kinds = [HOST_TYPES[dtype] for dtype in dtypes]
+        kinds = [C_TYPES[dtype] for dtype in dtypes]
         lines = [
             f"  const {kind}* {name} = (const {kind}*)arrays[{i}];"
             for i, (kind, name) in enumerate(zip(kinds, self.names))
@@ -175,14 +210,13 @@ class Kernel:
             raise RuntimeError(
                 f"kernel {self.name}: {count} threads; expected a multiple of {SIMD} up to {MOST_THREADS}"
             )
-        library = build_host(self.name, self.host_source((*(a.dtype for a in arrays), *dtypes), template))
-        cells = [Guarded(a.shape, a.dtype, a) for a in arrays] + [Guarded(s, d) for s, d in zip(shapes, dtypes)]
-        addresses = (ctypes.c_void_p * len(cells))(*(cell.address for cell in cells))
-        fault = library.run(addresses, (ctypes.c_int * 3)(*groups), count).decode()
-        broken = [name for name, cell in zip((*self.names, *self.outputs), cells) if cell.broken()]
+        source = self.host_source((*(a.dtype for a in arrays), *dtypes), template)
+        found, broken, fault = host.run(self.name, source, arrays, groups, count, shapes, dtypes)
         if fault or broken:
-            raise RuntimeError(f"kernel {self.name}: {fault or 'wrote outside ' + ', '.join(broken)}")
-        return [cell.array() for cell in cells[len(arrays) :]]
+            names = (*self.names, *self.outputs)
+            where = ", ".join(names[place] for place in broken)
+            raise RuntimeError(f"kernel {self.name}: {fault or 'wrote outside ' + where}")
+        return found
 
 
 @functools.cache
@@ -190,6 +224,11 @@ def prologue(build):
     """The text before a body: the build's own words, then the common ones."""
     folder = pathlib.Path(__file__).parent / "prologue"
     return (folder / f"{build}.h").read_text() + (folder / "common.h").read_text()
+
+
+def in_threads(groups, threads):
+    """A grid of threadgroups as MLX counts it, in threads."""
+    return tuple(count * size for count, size in zip(groups, threads))
 
 
 def device_build():
@@ -236,73 +275,7 @@ def metal_argument(array, is_scalar):
 
 
 def constant(name, value):
-    """A template value's declaration in the host build."""
+    """A template value's declaration."""
     if isinstance(value, mx.Dtype):
-        return f"using {name} = {HOST_TYPES[value]};"
+        return f"using {name} = {C_TYPES[value]};"
     return f"constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {int(value)};"
-
-
-# --- the host build
-
-
-class Guarded:
-    """Memory for one array of the host build, 64-byte aligned, between two guards."""
-
-    def __init__(self, shape, dtype, values=None):
-        self.shape, self.dtype = tuple(shape), dtype
-        self.bytes = int(np.prod(self.shape)) * dtype.size
-        cells = np.full(self.bytes + 2 * GUARD + 64, 0xFF, np.uint8)
-        self.cells = cells[-cells.ctypes.data % 64 :][: self.bytes + 2 * GUARD]
-        self.content = self.cells[GUARD : GUARD + self.bytes]
-        if values is not None:
-            self.content[:] = np.ascontiguousarray(np.asarray(values.reshape(-1).view(PLAIN[dtype.size]))).view(
-                np.uint8
-            )
-        self.address = self.content.ctypes.data if self.bytes else self.cells.ctypes.data + GUARD
-
-    def broken(self):
-        """Whether anything was written outside the array."""
-        return bool((self.cells[:GUARD] != 0xFF).any() or (self.cells[GUARD + self.bytes :] != 0xFF).any())
-
-    def array(self):
-        """The content as an mx array."""
-        plain = self.content.view(f"u{self.dtype.size}")
-        return mx.array(plain).view(self.dtype).reshape(self.shape)
-
-
-@functools.cache
-def build_host(name, source):
-    """The host build of one source text: compiled once for each text, flags and kind of processor, then loaded.
-
-    Raises UserError without a C++ compiler, RuntimeError with the compiler's words where the body does not compile.
-    """
-    key = hashlib.sha256("\0".join((source, *FLAGS, platform.machine())).encode()).hexdigest()[:16]
-    path = cache_folder() / f"host-{name}-{key}.so"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # beside it, so that the rename is atomic
-            compile_host(name, source, pathlib.Path(folder, path.name))
-            os.replace(pathlib.Path(folder, path.name), path)
-    library = ctypes.CDLL(str(path))
-    library.run.restype = ctypes.c_char_p
-    return library
-
-
-def compile_host(name, source, out):
-    """Compile a source text to `out`. Raises as `build_host`."""
-    compiler = find_compiler()
-    if compiler is None:
-        raise UserError(
-            f"kernel {name}: no C++ compiler for its host build; expected c++, g++ or clang++; install one, or set CXX"
-        )
-    done = subprocess.run(
-        [compiler, *FLAGS, "-x", "c++", "-", "-o", str(out)], input=source, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise RuntimeError(f"kernel {name}: its host build failed:\n{done.stderr}")
-
-
-def find_compiler():
-    """The C++ compiler's path: CXX where set, else c++, g++ or clang++; None without any."""
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
-    return next(filter(None, map(shutil.which, names)), None)

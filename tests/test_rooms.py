@@ -12,8 +12,8 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 ROOMS = {
-    "kernels": """errors blas backend portable verdicts plain_delta fused_delta gated_delta causal_conv fused_layer
-        block_attention fused_rows small_matmul selfcheck""",
+    "kernels": """errors blas backend nvrtc host portable verdicts plain_delta fused_delta gated_delta causal_conv
+        fused_layer block_attention fused_rows small_matmul selfcheck""",
     "drafter": """limits config rng manifest losses anchors fingerprint gguf sources watch hybrid packed layers steps
         target shapes heads dflash gated_lora formats documents corpus prompts answers synthesis features checkpoint
         release objective trainer library ngram scratch appraisal pretrain variants""",

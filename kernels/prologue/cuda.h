@@ -1,4 +1,9 @@
-// CUDA: MLX has included cuda_bf16.h and cuda_fp16.h before this text, and calls its own float infinity `inf`.
+// CUDA, without any header: what is not the compiler's own stands here, and compiles in a tenth of the time.
+typedef unsigned char uint8_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+typedef long long int64_t;
+
 #define HELPER __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
 #define DEVICE_IN(T) const T*
@@ -6,7 +11,7 @@
 #define LANE_ARRAY(T) T*
 #define SHARED(type, name, count) __shared__ __align__(16) type name[count]
 #define BARRIER() __syncthreads()
-#define SCALAR(name) name[0]
+#define SCALAR(name) name
 #define SIMD_SHUFFLE(x, lane) __shfl_sync(0xffffffffu, x, lane)
 #define SIMD_SHUFFLE_XOR(x, mask) __shfl_xor_sync(0xffffffffu, x, mask)
 
@@ -22,21 +27,43 @@
 #define COS(x) cosf(x)
 #define FLOAT_OF_BITS(x) __uint_as_float(x)
 
-HELPER float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-HELPER float to_float(__half x) { return __half2float(x); }
+struct bfloat16 { unsigned short bits; };
+struct float16 { unsigned short bits; };
+
+HELPER unsigned short bfloat16_bits(float x) {  // to nearest even; a NaN is 0x7fff
+#if __CUDA_ARCH__ >= 800
+  unsigned short bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+#else
+  unsigned whole = __float_as_uint(x);
+  return x != x ? 0x7fff : (unsigned short)((whole + 0x7fffu + ((whole >> 16) & 1u)) >> 16);
+#endif
+}
+HELPER unsigned short float16_bits(float x) {
+  unsigned short bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+}
+HELPER float float16_value(unsigned short bits) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+  return x;
+}
+
+HELPER float to_float(bfloat16 x) { return __uint_as_float((unsigned)x.bits << 16); }
+HELPER float to_float(float16 x) { return float16_value(x.bits); }
 template <typename T> HELPER float to_float(T x) { return float(x); }
 template <typename T> HELPER T from_float(float x) { return T(x); }
-template <> HELPER __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
-template <> HELPER __half from_float<__half>(float x) { return __float2half_rn(x); }
+template <> HELPER bfloat16 from_float<bfloat16>(float x) { return bfloat16{bfloat16_bits(x)}; }
+template <> HELPER float16 from_float<float16>(float x) { return float16{float16_bits(x)}; }
 
 template <typename T> HELPER float from_bits(unsigned bits);
-template <> HELPER float from_bits<__nv_bfloat16>(unsigned bits) { return __uint_as_float(bits << 16); }
-template <> HELPER float from_bits<__half>(unsigned bits) {
-  return __half2float(__ushort_as_half((unsigned short)bits));
-}
+template <> HELPER float from_bits<bfloat16>(unsigned bits) { return __uint_as_float(bits << 16); }
+template <> HELPER float from_bits<float16>(unsigned bits) { return float16_value((unsigned short)bits); }
 template <typename T> HELPER unsigned to_bits(float x);
-template <> HELPER unsigned to_bits<__nv_bfloat16>(float x) { return __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
-template <> HELPER unsigned to_bits<__half>(float x) { return __half_as_ushort(__float2half_rn(x)); }
+template <> HELPER unsigned to_bits<bfloat16>(float x) { return bfloat16_bits(x); }
+template <> HELPER unsigned to_bits<float16>(float x) { return float16_bits(x); }
 
 struct Words { unsigned w[4]; };
 template <typename T> HELPER Words load16(const T* p) {
@@ -61,7 +88,7 @@ template <typename T> HELPER Words load8_once(const T* p) {
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                            \
   }
 template <typename T> HELPER void mma_16x8x16(float* acc, const unsigned* a, const unsigned* b, int lane);
-MMA_INSTRUCTION(__nv_bfloat16, "bf16")
-MMA_INSTRUCTION(__half, "f16")
+MMA_INSTRUCTION(bfloat16, "bf16")
+MMA_INSTRUCTION(float16, "f16")
 #define MMA_16x8x16(T, acc, a, b) mma_16x8x16<T>(acc, a, b, LANE)
 #endif

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kernels import portable
+from kernels import host, nvrtc, portable
 from kernels.errors import UserError
 from kernels.portable import Kernel
 
@@ -294,7 +294,7 @@ def test_helper_functions_take_pointers_of_every_kind():
     assert same_bits(run(body, [a], header=header), a + np.float32(2))
 
 
-@pytest.mark.parametrize("dtype", portable.HOST_TYPES)
+@pytest.mark.parametrize("dtype", portable.C_TYPES)
 def test_every_dtype_passes_through(dtype):
     a = mx.array(np.arange(LANES) % 2).astype(dtype)
     assert mx.array_equal(run("y[LANE] = a[LANE];", [a], dtype=dtype), a)
@@ -376,7 +376,7 @@ def test_the_host_build_is_compiled_once(monkeypatch, tmp_path):
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
     assert run("y[LANE] = 77.0f;").tolist() == [77.0] * LANES
     (built,) = tmp_path.iterdir()
-    portable.build_host.cache_clear()  # as a later process finds it
+    host.build.cache_clear()  # as a later process finds it
     monkeypatch.setattr(subprocess, "run", None)
     assert run("y[LANE] = 77.0f;").tolist() == [77.0] * LANES
     assert list(tmp_path.iterdir()) == [built]
@@ -385,25 +385,36 @@ def test_the_host_build_is_compiled_once(monkeypatch, tmp_path):
 # --- the device builds
 
 
+ARCHITECTURE = "sm_31"  # of no machine
+
+
 @pytest.fixture
 def made(monkeypatch):
-    """What `mx.fast` is asked to build and to run, on a machine that seems to have a GPU."""
+    """What is compiled, and what `mx.fast` is asked to run, on a machine that seems to have a GPU."""
     calls = []
     monkeypatch.setattr(TRIAL, "functions", {})
 
-    def maker(build):
-        def make(name, inputs, outputs, body, header):
-            def function(**call):
-                calls.append({"build": build, "name": name, "inputs": inputs, "outputs": outputs} | {"call": call})
-                calls[-1] |= {"body": body, "header": header}
-                return [mx.zeros(shape, dtype) for shape, dtype in zip(call["output_shapes"], call["output_dtypes"])]
+    def metal_kernel(name, inputs, outputs, body, header):
+        text = {"name": name, "arguments": (inputs, outputs), "text": header + body, "body": body}
+        return lambda **call: ran("metal", text, call)
 
-            return function
+    def machine_code(name, source, architecture):
+        texts[name] = {"name": name, "text": source, "architecture": architecture}
+        return f"code of {name}".encode()
 
-        return make
+    def ran(build, text, call):
+        calls.append({"build": build, "call": call} | text)
+        return [mx.zeros(shape, dtype) for shape, dtype in zip(call["output_shapes"], call["output_dtypes"])]
 
-    monkeypatch.setattr(mx.fast, "cuda_kernel", maker("cuda"))
-    monkeypatch.setattr(mx.fast, "metal_kernel", maker("metal"))
+    def precompiled(**call):
+        assert call["compiled_source"] == f"code of {call['name']}".encode()
+        return ran("cuda", texts[call["name"]], call)
+
+    texts = {}
+    monkeypatch.setattr(mx.fast, "metal_kernel", metal_kernel)
+    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", precompiled)
+    monkeypatch.setattr(nvrtc, "machine_code", machine_code)
+    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": ARCHITECTURE})
     return calls
 
 
@@ -417,8 +428,8 @@ TRIAL = Kernel(
 )
 
 
-def call(build, dtype=mx.float32, scalars=(3,), kernel=None):
-    options = {"template": {"T": dtype, "Dk": 5}, "groups": (2, 3, 1), "threads": (64, 1, 1)}
+def call(build, dtype=mx.float32, scalars=(3,), kernel=None, Dk=5, threads=(64, 1, 1)):
+    options = {"template": {"T": dtype, "Dk": Dk}, "groups": (2, 3, 1), "threads": threads}
     arrays = [mx.zeros((2, 64), dtype), mx.zeros(3, dtype)]
     return (kernel or TRIAL)(arrays, scalars=scalars, **options, shapes=[(64,)], dtypes=[dtype], build=build)
 
@@ -429,9 +440,31 @@ def test_a_device_build_passes_grid_template_and_outputs_as_mlx_counts_them(made
     passed = made[0]["call"]
     assert (y.shape, y.dtype) == ((64,), mx.float32)
     assert (passed["grid"], passed["threadgroup"]) == ((128, 3, 1), (64, 1, 1))
-    assert passed["template"] == [("T", mx.float32), ("Dk", 5)]
-    assert (made[0]["inputs"], made[0]["outputs"]) == (["a", "b", "N"], ["y"])
-    assert TRIAL.body in made[0]["body"] and TRIAL.header in made[0]["header"]
+    assert TRIAL.body in made[0]["text"] and TRIAL.header in made[0]["text"]
+
+
+def test_metal_is_given_names_and_template_values(made):
+    call("metal")
+    assert made[0]["call"]["template"] == [("T", mx.float32), ("Dk", 5)]
+    assert made[0]["arguments"] == (["a", "b", "N"], ["y"])
+
+
+def test_cudas_text_is_whole_inputs_then_outputs_then_scalars_by_value(made):
+    call("cuda", mx.bfloat16)
+    text, name = made[0]["text"], made[0]["name"]
+    arrays = "const bfloat16* __restrict__ a, const bfloat16* __restrict__ b, bfloat16* __restrict__ y"
+    assert f'extern "C" __global__ void __launch_bounds__(64) {name}({arrays}, const int N) {{' in text
+    assert "using T = bfloat16;" in text and "constexpr int Dk = 5;" in text and "#include" not in text
+    assert made[0]["architecture"] == ARCHITECTURE
+    assert made[0]["call"]["scalars"] == [3] and made[0]["call"]["ensure_row_contiguous"]
+    assert [array.shape for array in made[0]["call"]["inputs"]] == [(2, 64), (3,)]
+
+
+def test_cuda_reads_a_scalar_that_is_an_array_from_its_first_element(made):
+    call("cuda", scalars=[mx.array([3, 9], mx.int32)])
+    assert "const int* __restrict__ N_at, float* __restrict__ y)" in made[0]["text"]
+    assert "const int N = N_at[0];" in made[0]["text"]
+    assert made[0]["call"]["scalars"] == [] and made[0]["call"]["inputs"][2].tolist() == [3, 9]
 
 
 @pytest.mark.parametrize("build", ["cuda", "metal"])
@@ -444,34 +477,39 @@ def test_dtypes_and_source_are_in_the_name_that_mlx_caches_by(made, build):
     assert all(name.startswith("trial_") and name.isidentifier() for name in names)
 
 
+def test_cudas_name_also_holds_template_threads_and_how_scalars_come(made):
+    call("cuda")
+    call("cuda", scalars=[mx.array([3], mx.int32)])
+    call("cuda", Dk=6)
+    call("cuda", threads=(32, 1, 1))
+    call("cuda", scalars=(4,))
+    names = [each["name"] for each in made]
+    assert len(set(names)) == 4 and names[0] == names[4]
+
+
 def test_metal_gets_scalars_without_dimension_and_no_array_in_constant_memory(made):
     call("metal", scalars=[mx.array([3], mx.int32)])
     a, b, n = made[0]["call"]["inputs"]
     assert (a.shape, b.shape, n.shape, n.item()) == ((2, 64), (8,), (), 3)
 
 
-def test_cuda_gets_arrays_as_they_are_and_the_same_wide_scalar_each_time(made):
-    call("cuda")
-    call("cuda")
-    assert [array.shape for array in made[0]["call"]["inputs"]] == [(2, 64), (3,), (portable.WIDE,)]
-    assert made[0]["call"]["inputs"][2] is made[1]["call"]["inputs"][2]
-
-
 @pytest.mark.parametrize(
     ("build", "needed", "foreign"),
     [
         ("metal", ["thread_index_in_simdgroup", "threadgroup_position_in_grid", "metal::precise::exp"], "__shfl_sync"),
-        ("cuda", ["threadIdx.x", "blockIdx.z", "mma.sync.aligned.m16n8k16", "__float2bfloat16_rn"], "simd_shuffle"),
+        ("cuda", ["threadIdx.x", "blockIdx.z", "mma.sync.aligned.m16n8k16", "cvt.rn.bf16.f32"], "simd_shuffle"),
     ],
 )
-def test_a_source_holds_its_own_builds_words_only(build, needed, foreign):
-    text = "".join(TRIAL.source(build))
+def test_a_source_holds_its_own_builds_words_only(made, build, needed, foreign):
+    call(build)
+    text = made[0]["text"]
     assert all(word in text for word in needed)
     assert foreign not in text and "ucontext" not in text
 
 
-def test_metal_attributes_are_in_the_body_where_mlx_looks_for_them():
-    assert "thread_index_in_threadgroup" in TRIAL.source("metal")[1]
+def test_metal_attributes_are_in_the_body_where_mlx_looks_for_them(made):
+    call("metal")
+    assert "thread_index_in_threadgroup" in made[0]["body"]
 
 
 def test_the_prologues_are_packaged():
