@@ -101,8 +101,8 @@ class Stock:
 
 
 def tokens(target, T, seed=0):
-    """T random ids [1,T], in memory."""
-    drawn = mx.random.randint(0, target.vocab_size, (1, T), key=mx.random.key(seed))
+    """T random ids [1,T], in memory; uint32 as an argmax is, or a chain's first step would be traced apart."""
+    drawn = mx.random.randint(0, target.vocab_size, (1, T), dtype=mx.uint32, key=mx.random.key(seed))
     mx.eval(drawn)
     return drawn
 
