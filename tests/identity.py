@@ -36,3 +36,8 @@ def check(target, tokens, blocks, slots, max_tokens):
         assert written(target, tokens, PromptLookup(3), block_size, max_tokens) == plain
         for slot in slots(block_size):
             assert written(target, tokens, right_until(tokens + plain, slot), block_size, max_tokens) == plain
+
+
+def few(block_size):
+    """Slots at which proposals turn wrong: at once, half way, at the last."""
+    return sorted({0, block_size // 2, block_size - 1})

@@ -7,7 +7,7 @@ The oracle is mlx-lm's own generator over mlx-lm's own layers. CI takes a sample
 import functools
 
 import pytest
-from identity import check
+from identity import check, few
 
 from decode.lab import prompts
 from drafter import target as targets
@@ -24,11 +24,6 @@ def reference():
 @functools.cache
 def passages():
     return prompts.load("python_heldout", 20).prompts
-
-
-def few(block_size):
-    """Slots at which proposals turn wrong: at once, half way, at the last."""
-    return sorted({0, block_size // 2, block_size - 1})
 
 
 @pytest.mark.parametrize("index", [3, 12])
