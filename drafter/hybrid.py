@@ -155,7 +155,7 @@ class RecurrentCache(ArraysCache):
 
     def arm(self):
         """Note where the state stands and record from here on; references, no copies."""
-        self.before = [*map(own, (self.held, self.lengths, self.left_padding))]
+        self.before = [list(self.held), own(self.lengths), own(self.left_padding)]
         self.tape = self.window = None
         self.recording, self.owing = True, self.owed is not None
 
@@ -174,13 +174,13 @@ class RecurrentCache(ArraysCache):
         self.recording = False
         if 0 < n == self.rows:
             return
-        owed = self.owed if self.owing else None  # no row was fed: what was owed at `arm` still is
-        self.cache, self.lengths, self.left_padding = map(own, self.before)
-        self.owed = owed
+        (conv, S), lengths, padding = self.before
+        self.lengths, self.left_padding = own(lengths), own(padding)
         if n:
-            self.cache = [conv_after(self, self.window, n, self.rows), self.before[0][1]]
-            self.owed = fused_layer.Owed(self.tape, n)
+            self.held, self.owed = [conv_after(self, self.window, n, self.rows), S], fused_layer.Owed(self.tape, n)
             self.advance(n)
+        else:  # where no row was fed, what was owed at `arm` still is
+            self.held, self.owed = [conv, S], self.owed if self.owing else None
 
     def extract(self, idx):
         """One row's cache, of this kind."""
@@ -198,9 +198,9 @@ def grown(entry):
     return entry
 
 
-def own(value):
-    """The same array under a Python object of its own, or a list of such: mlx-lm counts rows down in place."""
-    return [own(item) for item in value] if isinstance(value, list) else copy.copy(value)
+def own(array):
+    """The same array, or None, under a Python object of its own: mlx-lm counts rows down in place."""
+    return array if array is None else copy.copy(array)
 
 
 def joined(first, second):

@@ -10,11 +10,13 @@ so a wide verify ends in the bits of narrow steps, but for the few rows of a blo
 """
 
 import functools
+import hashlib
+import pathlib
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from drafter import hybrid
+from drafter import hybrid, layers
 from drafter.layers import KERNELS, Place, Unknown, needed, plan, served, weight
 from kernels import block_attention, verdicts
 from kernels.plain_delta import Tape
@@ -22,21 +24,40 @@ from kernels.portable import WIDE, scalar
 from kernels.small_matmul import MOST_ROWS
 
 WIDTHS = (1, 8, 16, MOST_ROWS)  # M: one row, or whole tiles of the few-row products
+NAME = "steps.forward"  # of the verdict on the whole
+verdicts.register("steps", pathlib.Path(__file__), pathlib.Path(layers.__file__))
 GROWTH = 1024  # rows by which a key/value buffer grows: every growth is another shape, and another trace
 
 
 class Step:
     """The forward of few rows through one target. Build it with `for_model`."""
 
-    def __init__(self, backbone, layers, head, route):
-        self.backbone, self.layers, self.head, self.route = backbone, layers, head, route
+    def __init__(self, backbone, planned, head, route):
+        self.backbone, self.layers, self.head, self.route = backbone, planned, head, route
         self.functions = {}  # (taps, record) -> the compiled forward, which MLX traces anew for each set of shapes
 
     @functools.cached_property
-    def ready(self):
-        """Whether this machine may run it: kernels that can take every part, each found right and faster."""
+    def sound(self):
+        """Whether this machine has kernels for every part, each found right, if not faster by itself."""
         parts = self.layers, self.head
-        return served(*parts) and all(verdicts.allowed(*each) for each in needed(*parts))
+        return served(*parts) and all(verdicts.sound(*each) for each in needed(*parts))
+
+    @functools.cached_property
+    def ready(self):
+        """Whether this machine may run it: sound, and found faster than the modules' own forward (see `trial`)."""
+        return self.sound and verdicts.allowed(NAME, self.case)
+
+    @property
+    def dtype(self):
+        """What hidden states are computed in."""
+        return self.backbone.norm.weight.dtype
+
+    @functools.cached_property
+    def case(self):
+        """What a verdict on the whole holds for: dtype, layers, hidden size, and a digest of every kernel's case."""
+        parts = hashlib.sha256(repr(sorted(needed(self.layers, self.head))).encode()).hexdigest()[:8]
+        kind, D = str(self.dtype).removeprefix("mlx.core."), self.backbone.norm.weight.size
+        return f"{kind} {len(self.layers)} layers of {D}, kernels {parts}"
 
     def fits(self, tokens, cache):
         """Whether tokens [R,W] on these caches are a step's work."""
@@ -66,7 +87,7 @@ class Step:
     def score(self, hidden):
         """Logits [...,V] of few hidden rows [...,D] in the model's dtype; None where they are not few, or another's."""
         W = hidden.size // hidden.shape[-1]
-        if W > MOST_ROWS or hidden.dtype != self.backbone.norm.weight.dtype:
+        if W > MOST_ROWS or hidden.dtype != self.dtype:
             return None
         rows = pad_rows(hidden.reshape(1, W, -1), width(W))
         return self.route.product(rows, self.head)[:, :W].reshape(*hidden.shape[:-1], -1)

@@ -16,7 +16,7 @@ import mlx.nn as nn
 import mlx_lm.utils
 from mlx.utils import tree_flatten, tree_unflatten
 
-from drafter import fingerprint, hybrid, packed, sources, steps
+from drafter import fingerprint, hybrid, packed, sources, steps, trial
 from drafter.watch import Reached, recording, returning, stopping, watched
 from kernels import backend, selfcheck
 from kernels.blas import cache_folder
@@ -124,6 +124,10 @@ class Target:
         """Run the target on tokens [R,T]; taps names the 0-based layers whose outputs come back. Returns Forward."""
         if self.step and self.step.fits(tokens, cache):
             return Forward(*self.step(tokens, cache, taps))
+        return self.by_modules(tokens, cache, taps)
+
+    def by_modules(self, tokens, cache=None, taps=()):
+        """`forward` by the model's own modules."""
         layers = [self.model.layers[index] for index in taps]
         with watched(layers, recording) as held:
             hidden = self.backbone(tokens, cache=cache)
@@ -177,6 +181,10 @@ class Target:
         """
         if not differentiable and self.step and (logits := self.step.score(hidden)) is not None:
             return logits
+        return self.by_head(hidden)
+
+    def by_head(self, hidden):
+        """`score` by the model's own head."""
         rows = hidden.reshape(1, -1, hidden.shape[-1])
         with watched([self.backbone], returning) as held:
             held[id(self.backbone)] = rows
@@ -245,7 +253,7 @@ def load(name, *, dtype=None, revision=None):
         ) from error
     tokenizer = load_tokenizer(location, config)
     tokenizer_sha256, template_sha256 = tokenizer_digests(tokenizer)
-    return Target(
+    target = Target(
         model=model,
         tokenizer=tokenizer,
         config=config,
@@ -259,6 +267,8 @@ def load(name, *, dtype=None, revision=None):
         hidden_size=hidden_size,
         vocab_size=vocab_size,
     )
+    trial.ensure(target)
+    return target
 
 
 def load_model(location):

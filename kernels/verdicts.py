@@ -81,6 +81,14 @@ def allowed(kernel, case):
     return on_gpu() and decided(kernel, case)
 
 
+def sound(kernel, case):
+    """Whether a kernel may be part of something larger here: on a GPU, and measured right, or forced."""
+    if chosen() is not None:
+        return allowed(kernel, case)
+    found = state(kernel, case)
+    return on_gpu() and found is not None and found.verdict in {USE, SLOW}
+
+
 def state(kernel, case):
     """The Verdict that holds now, or None."""
     return current().get((kernel, case))
@@ -133,13 +141,22 @@ def from_environment(text):
     if not text:
         return None
     names = frozenset(name.strip() for name in text.split(","))
-    unknown = [name for name in sorted(names) if module_of(name) not in {"on", "off", *kernel_modules()}]
+    known = [*kernel_modules(), *_above]
+    unknown = [name for name in sorted(names) if module_of(name) not in {"on", "off", *known}]
     if unknown:
         raise UserError(
             f"FOREDRAFT_KERNELS={text}: no kernel is called {unknown[0]}; expected on, off, or some of "
-            f"{', '.join(kernel_modules())}, separated by commas; correct it, or unset it"
+            f"{', '.join(known)}, separated by commas; correct it, or unset it"
         )
     return names
+
+
+_above = {}  # name -> the files of what stands above this room and keeps verdicts here
+
+
+def register(name, *paths):
+    """Let something above this room, made of these files, keep verdicts here under `name.…`."""
+    _above[name] = paths
 
 
 def kernel_modules():
@@ -186,7 +203,8 @@ def device_name():
 @functools.cache
 def source_digest(module):
     """SHA-256 over the module's text, over the modules of this room that it is made of, and over the prologues."""
-    paths = [*sorted(made_of(FOLDER / f"{module}.py")), *sorted((FOLDER / "prologue").glob("*.h"))]
+    files = _above.get(module, (FOLDER / f"{module}.py",))
+    paths = [*sorted(set().union(*map(made_of, files))), *sorted((FOLDER / "prologue").glob("*.h"))]
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in paths)).hexdigest()
 
 

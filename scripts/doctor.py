@@ -145,6 +145,7 @@ def check_requirements():
 def check_kernels():
     """Which kernels serve on this machine, and why the others do not."""
     try:
+        from drafter import steps  # noqa: F401, so that verdicts on compiled steps are known too
         from kernels import verdicts
     except ImportError as error:
         return Finding("bad", f"MLX cannot be imported: {error}", "pip install -e . in this environment")
@@ -228,8 +229,15 @@ def measure_kernels(target):
         from drafter import target as targets
 
         with verdicts.forced("off"):  # loading would measure what is unknown, and then it would be measured twice
-            dims = selfcheck.dims_of(targets.load(target).model)
+            loaded = targets.load(target)
+        dims = selfcheck.dims_of(loaded.model)
     selfcheck.run(dims, again=True)
+    if target:
+        from drafter import steps, trial
+
+        step = steps.for_model(loaded.model, loaded.backbone)
+        if step and step.sound:
+            trial.judge(loaded, step)
 
 
 def measure_product():
