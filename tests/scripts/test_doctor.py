@@ -206,16 +206,21 @@ def test_a_slow_kernel_is_told_but_no_reason_to_warn(gpu):
     ]
 
 
-@pytest.mark.parametrize("target", [None, "a name"])
-def test_selfcheck_measures_again_at_the_shapes_asked_for(gpu, monkeypatch, target):
+@pytest.mark.parametrize(("target", "sound"), [(None, True), ("a name", True), ("a name", False)])
+def test_selfcheck_measures_again_at_the_shapes_asked_for(gpu, monkeypatch, target, sound):
+    from drafter import steps, trial
     from drafter import target as targets
 
-    seen = []
-    monkeypatch.setattr(targets, "load", lambda name: types.SimpleNamespace(model=(name, verdicts.chosen())))
+    seen, step = [], types.SimpleNamespace(sound=sound)
+    loaded = types.SimpleNamespace(backbone=None)
+    monkeypatch.setattr(targets, "load", lambda name: vars(loaded).update(model=(name, verdicts.chosen())) or loaded)
     monkeypatch.setattr(selfcheck, "dims_of", lambda model: model)
     monkeypatch.setattr(selfcheck, "run", lambda dims, again: seen.append((dims, again)))
+    monkeypatch.setattr(steps, "for_model", lambda model, backbone: step)
+    monkeypatch.setattr(trial, "judge", lambda target, step: seen.append((target, step)))
     doctor.measure_kernels(target)
-    assert seen == [((target, {"off"}) if target else selfcheck.EXAMPLE, True)]  # nothing is measured while loading
+    kernels = (target, {"off"}) if target else selfcheck.EXAMPLE  # nothing is measured while loading
+    assert seen == [(kernels, True)] + [(loaded, step)] * bool(target and sound)
 
 
 def test_selfcheck_on_a_cpu_has_nothing_to_measure(monkeypatch, capsys):
