@@ -2,4 +2,6 @@
 
 import mlx.core as mx
 
-BUILD = None if mx.default_device().type == mx.DeviceType.gpu else "host"
+from kernels.portable import device_build
+
+BUILD = device_build() if mx.default_device().type == mx.DeviceType.gpu else "host"
