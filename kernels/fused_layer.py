@@ -29,7 +29,7 @@ SHARED_BYTES = 28 << 10  # for queries and keys of the widest verify, of the 32 
 # work is small, and no threadgroup waits for another.
 BODY = """
   constexpr int PER = Dk / LANES, WIDE = PER % 8 ? 4 : 8, PACKS = PER / WIDE, TILE = SIMDGROUPS * (32 / LANES) * ROWS;
-  constexpr int C = 2 * Hk * Dk + Hv * Dv;
+  constexpr int C = 2 * Hk * Dk + Hv * Dv, AHEAD = 4;
   const int h = GROUP_Y, r = GROUP_Z, own = h / (Hv / Hk), count = SCALAR(tokens), lane = LANE % LANES;
   const int top = GROUP_X * TILE, below = (SIMDGROUP * (32 / LANES) + LANE / LANES) * ROWS, rows = Dv - top - below;
   const bool speaks = GROUP_X == 0 && h % (Hv / Hk) == 0;  // one threadgroup of a key head writes for all
@@ -47,18 +47,29 @@ BODY = """
   take<ROWS, PER, WIDE, Dk, LANES>(state + home, held, rows);
   if (OWED) {  // rows of an earlier tape, in the operations of `replay`
     const int taped = SCALAR(owed_tokens), due = SCALAR(owed);
-    for (int t = 0; t < due; ++t) {
-      const long at = long(r) * taped + t;
-      const float gate = owed_g[OWED ? at * Hv + h : 0];
-      float key[PER];
+    for (int from = 0; from < due; from += AHEAD) {  // AHEAD rows are read at once: each alone would wait for memory
+      Whole key_pack[AHEAD][PACKS];
+      float gate[AHEAD], change[AHEAD][ROWS];
       UNROLL
-      for (int j = 0; j < PACKS; ++j)
-        widen(load<InT, WIDE>(owed_k + (OWED ? (at * Hk + own) * Dk + WIDE * (lane + j * LANES) : 0)), key + j * WIDE);
+      for (int u = 0; u < AHEAD; ++u) {
+        const long at = long(r) * taped + (from + u < due ? from + u : due - 1);
+        gate[u] = owed_g[OWED ? at * Hv + h : 0];
+        UNROLL
+        for (int j = 0; j < PACKS; ++j)
+          key_pack[u][j] = load<InT, WIDE>(owed_k + (OWED ? (at * Hk + own) * Dk + WIDE * (lane + j * LANES) : 0));
+        UNROLL
+        for (int i = 0; i < ROWS; ++i)
+          change[u][i] = i < rows ? owed_delta[OWED ? (at * Hv + h) * Dv + top + below + i : 0] : 0.0f;
+      }
       UNROLL
-      for (int i = 0; i < ROWS * PER; ++i) {
-        const int row = i / PER < rows ? i / PER : 0;
-        const float change = i / PER < rows ? owed_delta[OWED ? (at * Hv + h) * Dv + top + below + row : 0] : 0.0f;
-        held[i] = FMA(change, key[i % PER], MUL(held[i], gate));
+      for (int u = 0; u < AHEAD; ++u) {
+        if (from + u >= due) continue;
+        float key[PER];
+        UNROLL
+        for (int j = 0; j < PACKS; ++j) widen(key_pack[u][j], key + j * WIDE);
+        UNROLL
+        for (int i = 0; i < ROWS * PER; ++i)
+          held[i] = FMA(change[u][i / PER], key[i % PER], MUL(held[i], gate[u]));
       }
     }
     put<ROWS, PER, WIDE, Dk, LANES>(settled + (OWED ? home : 0), held, rows);

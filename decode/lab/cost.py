@@ -198,21 +198,30 @@ def rollback(target, context, W, rounds):
     """Milliseconds of a cycle that keeps KEPT of W rows, and of one that keeps all and so takes nothing back; medians.
 
     A cycle is a verify, its wait, and the commit; what a commit leaves to later rows falls on the next cycle. The two
-    kinds alternate in runs of CHAIN cycles. `share` is the difference over the cycle that keeps all.
+    kinds alternate in runs of CHAIN cycles. `share` is the median over pairs of neighbouring runs of their difference
+    ÷ the run that keeps all, `share_spread` its quartiles.
     """
     kept = min(KEPT, W - 1)
     arm, rows, found = Ours(target), tokens(target, W), {kept: [], W: []}
     arm.prompt(tokens(target, context))
-    for _ in range(rounds + 1):
-        for n, samples in found.items():
-            mx.synchronize()
-            start = time.perf_counter()
-            for _ in range(CHAIN):
-                mx.eval(arm.verify(rows))
-                arm.transaction.commit(n)
-            samples.append((time.perf_counter() - start) * 1e3 / CHAIN)
-    part, whole = (statistics.median(samples[1:]) for samples in found.values())
-    return {"kept": kept, "of": W, "cycle_ms": part, "cycle_keeping_all_ms": whole, "share": part / whole - 1}
+    for turn in range(rounds + 1):
+        for n in found if turn % 2 else reversed(found):
+            found[n].append(chain(arm, rows, n))
+    part, whole = (samples[1:] for samples in found.values())
+    shares = [one / other - 1 for one, other in zip(part, whole, strict=True)]
+    spread = statistics.quantiles(shares, n=4)[::2] if len(shares) > 1 else shares * 2
+    cycles = {"cycle_ms": statistics.median(part), "cycle_keeping_all_ms": statistics.median(whole)}
+    return {"kept": kept, "of": W, **cycles, "share": statistics.median(shares), "share_spread": spread}
+
+
+def chain(arm, rows, n):
+    """Milliseconds of a cycle that verifies `rows` and keeps n, over CHAIN of them."""
+    mx.synchronize()
+    start = time.perf_counter()
+    for _ in range(CHAIN):
+        mx.eval(arm.verify(rows))
+        arm.transaction.commit(n)
+    return (time.perf_counter() - start) * 1e3 / CHAIN
 
 
 def memory(target, T, W, cycles):
@@ -264,7 +273,7 @@ def measure(target, sizes, contexts, prompts, rounds, cycles, save):
     result |= {"context": context, "widths": widths(arms, context, sizes, rounds)}
     result["headline"] = ratios(result["widths"])
     save(result)
-    result["rollback"] = rollback(target, context, sizes[-1], rounds)
+    result["rollback"] = rollback(target, context, sizes[-1], 3 * rounds)
     save(result)
     result["contexts"] = {
         length: widths((Ours(target),), length, sizes[-1:], max(rounds // 2, 3))["foredraft"] for length in contexts
