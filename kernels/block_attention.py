@@ -53,7 +53,9 @@ def hide(scores, seen):
     return mx.where(seen, scores, mx.finfo(scores.dtype).min)
 
 
-def attend_rows(queries, keys, values, length, part, block_keys, block_values, scale, gate=None, build=None):
+def attend_rows(
+    queries, keys, values, length, part, block_keys, block_values, scale, gate=None, whole=None, build=None
+):
     """Softmax attention of the W rows of a verify: each sees a cache's rows and its own block up to itself.
 
     queries      [1,H,W,d]      H·W/G rows share a key/value head and are scored together
@@ -62,6 +64,7 @@ def attend_rows(queries, keys, values, length, part, block_keys, block_values, s
     block_keys, block_values    [1,G,W,d], the rows' own
     scale        float          multiplies the scores
     gate         [1,W,H,2,d]    a gated query projection: the answer is multiplied by the sigmoid of its second half
+    whole        int            of a draft: each row sees the first `whole` rows of the block instead, later ones too
     The keys are split by their position, and the parts' softmaxes merged by their log-sum-exp. So a row's answer is the
     same bit for bit whether a key before it comes from the cache or from the block, whatever W is, at equal `part`.
     Scores and sums are float32, weights rounded to the queries' dtype before they meet the values. Returns [1,W,H·d].
@@ -71,6 +74,7 @@ def attend_rows(queries, keys, values, length, part, block_keys, block_values, s
     rows = H // G * W
     tiles = -(-rows // 16)
     sizes = {"T": queries.dtype, "D": d, "WIDTH": W, "ROWS": rows, "TILED": tiles * 16, "GROUPS": G}
+    sizes |= {"CAUSAL": whole is None, "OWN": whole or W}
     answers, stats = PARTS(
         [queries, keys, values, block_keys, block_values],
         scalars=[length, L, part],
@@ -108,12 +112,13 @@ def serves_rows(queries, keys):
     return queries.dtype in (mx.bfloat16, mx.float16) and keys.dtype == queries.dtype
 
 
-def attend_rows_reference(queries, keys, values, length, part, block_keys, block_values, scale, gate=None):
+def attend_rows_reference(queries, keys, values, length, part, block_keys, block_values, scale, gate=None, whole=None):
     """`attend_rows` in plain operations, which know no parts."""
     _, H, W, d = queries.shape
     L = keys.shape[2]
     context = mx.broadcast_to(mx.arange(L)[None] < first(length), (W, L))
-    seen = mx.concatenate([context, mx.arange(W)[:, None] >= mx.arange(W)[None]], axis=1)
+    row, own = mx.arange(W)[:, None], mx.arange(W)[None]
+    seen = mx.concatenate([context, own + 0 * row < whole if whole else own <= row], axis=1)
     keys, values = (mx.concatenate(both, axis=2) for both in ((keys, block_keys), (values, block_values)))
     answer = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=seen)
     answer = answer.swapaxes(1, 2).reshape(1, W, H * d)
@@ -170,7 +175,7 @@ PARTS = Kernel(
     body="""
   const int g = LANE / 4, t = LANE % 4, head = GROUP_Z, first = GROUP_Y * 16;
   const int held = SCALAR(length), begin = GROUP_X * SCALAR(part), last = begin + SCALAR(part);
-  const int end = held + WIDTH < last ? held + WIDTH : last;
+  const int end = held + OWN < last ? held + OWN : last;
   if (begin >= end) return;
   auto K = keys + (long)head * SCALAR(rows) * D, V = values + (long)head * SCALAR(rows) * D;
   auto own_K = block_keys + head * WIDTH * D, own_V = block_values + head * WIDTH * D;
@@ -211,7 +216,7 @@ PARTS = Kernel(
       UNROLL
       for (int i = 0; i < 4; ++i) {
         const int at = key + i / 2 * 8 + 2 * t + i % 2;
-        const bool seen = at < end && at <= held + row[half] % WIDTH;
+        const bool seen = at < end && (!CAUSAL || at <= held + row[half] % WIDTH);
         p[i] = seen ? scores[i / 2][half * 2 + i % 2] * factor : -INF;
         top = p[i] > top ? p[i] : top;
       }
@@ -288,7 +293,7 @@ def merge(gated):
         body="""
   const int head = GROUP_X, w = GROUP_Y;
   const int row = head % SHARE * WIDTH + w, groups = HEADS / SHARE;
-  const int used = (SCALAR(length) + w) / SCALAR(part) + 1;
+  const int used = (SCALAR(length) + (CAUSAL ? w : OWN - 1)) / SCALAR(part) + 1;
   auto stat = stats + (head / SHARE * TILED + row) * 2;
   float top = -INF, share[PARTS];
   UNROLL

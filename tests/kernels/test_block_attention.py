@@ -130,7 +130,7 @@ def drawn_rows(H, G, W, d, L, dtype):
     return [mx.random.normal(shape, key=key).astype(dtype) for shape, key in zip(shapes, keys, strict=True)]
 
 
-def attended(q, k, v, length, own_k, own_v, scale, gate):
+def attended(q, k, v, length, own_k, own_v, scale, gate, whole=None):
     """The same by a float64 loop over heads and rows, the gate a sigmoid."""
     q, k, v, own_k, own_v, gate = (np.array(x.astype(mx.float32), np.float64) for x in (q, k, v, own_k, own_v, gate))
     _, H, W, d = q.shape
@@ -138,8 +138,8 @@ def attended(q, k, v, length, own_k, own_v, scale, gate):
     for h in range(H):
         group = h // (H // k.shape[1])
         for w in range(W):
-            rows = np.concatenate([k[0, group, :length], own_k[0, group, : w + 1]])
-            values = np.concatenate([v[0, group, :length], own_v[0, group, : w + 1]])
+            rows = np.concatenate([k[0, group, :length], own_k[0, group, : whole or w + 1]])
+            values = np.concatenate([v[0, group, :length], own_v[0, group, : whole or w + 1]])
             weights = np.exp(scale * rows @ q[0, h, w])
             answer = weights @ values / weights.sum()
             out[0, w, h * d : (h + 1) * d] = answer / (1 + np.exp(-gate[0, w, h, 1]))
@@ -161,11 +161,27 @@ def test_verify_rows_see_the_cache_and_their_block_up_to_themselves(H, G, W, d, 
     )
 
 
-def test_the_plain_route_gives_the_same_in_float32():
+@pytest.mark.parametrize("whole", [1, 4, 5])
+@pytest.mark.parametrize(("H", "G", "W", "d", "L", "length"), [ROWS[0], (4, 1, 5, 128, 40, 0), (4, 2, 5, 64, 160, 127)])
+def test_a_drafts_rows_see_the_cache_and_the_whole_block_but_no_padding(H, G, W, d, L, length, whole):
+    q, k, v, own_k, own_v, gate = drawn_rows(H, G, W, d, L, mx.bfloat16)
+    k[:, :, length:] = v[:, :, length:] = mx.nan
+    own_k[:, :, whole:] = 100.0  # a padding row that was seen would take all weight
+    expected = attended(q, k, v, length, own_k, own_v, 0.1, gate, whole)
+    part = mx.array(block_attention.keys_of_a_part(length))
+    options = {"gate": gate, "whole": whole, "build": BUILD}
+    found = block_attention.attend_rows(q, k, v, mx.array(length), part, own_k, own_v, 0.1, **options)
+    np.testing.assert_allclose(
+        np.array(found.astype(mx.float32)), expected, atol=2.0**-8 * np.abs(expected).max(), rtol=2.0**-7
+    )
+
+
+@pytest.mark.parametrize("whole", [None, 3])
+def test_the_plain_route_gives_the_same_in_float32(whole):
     H, G, W, d, L, length = ROWS[0]
     q, k, v, own_k, own_v, gate = drawn_rows(H, G, W, d, L, mx.float32)
-    found = block_attention.attend_rows_reference(q, k, v, mx.array(length), None, own_k, own_v, 0.2, gate)
-    np.testing.assert_allclose(found, attended(q, k, v, length, own_k, own_v, 0.2, gate), atol=2e-6)
+    found = block_attention.attend_rows_reference(q, k, v, mx.array(length), None, own_k, own_v, 0.2, gate, whole)
+    np.testing.assert_allclose(found, attended(q, k, v, length, own_k, own_v, 0.2, gate, whole), atol=2e-6)
 
 
 @pytest.mark.parametrize("w", [0, 3, 8])
