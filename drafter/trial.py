@@ -33,16 +33,14 @@ class Route:
     cache: list
 
     def feed(self, tokens):
-        """(hidden of tokens [1,W], seconds until the argmax of every row and the caches were there)."""
-        mx.synchronize()
-        start = time.perf_counter()
+        """Hidden of tokens [1,W], when the argmax of every row and the caches are there."""
         hidden = self.forward(tokens, self.cache)
-        mx.eval(mx.argmax(self.score(hidden), -1), [entry.state for entry in self.cache])
-        return hidden, time.perf_counter() - start
+        mx.eval(mx.argmax(self.score(hidden), -1), hidden, [entry.state for entry in self.cache])
+        return hidden
 
 
 def ensure(target):
-    """Measure, once a machine, whether the target's step pays, and log what came of it; nothing where none is made.
+    """Measure, once a machine, whether the target's step pays; nothing where none is made.
 
     Nothing on a CPU, when kernels are forced, or where one of the step's kernels was not found right.
     """
@@ -50,42 +48,62 @@ def ensure(target):
     if verdicts.chosen() is not None or not verdicts.on_gpu() or not (step and step.sound):
         return
     if verdicts.state(steps.NAME, step.case) is None:
-        found = judge(target, step)
-        logging.getLogger("foredraft").warning("compiled step: %s: %s", found.verdict, found.reason)
+        judge(target, step)
 
 
 def judge(target, step):
     """Compare and time a step beside its target's modules; records and returns the Verdict."""
+    return settle(steps.NAME, step.case, step.dtype, lambda: measure(target, step))
+
+
+def settle(name, case, dtype, measured):
+    """Record and return the Verdict on a compiled route, and log it.
+
+    measured() gives (the distance of what it computes from what the modules do, its seconds, theirs); bounded by dtype.
+    """
+    found = verdicts.record(name, case, *weigh(TOLERANCE[dtype], measured))
+    logging.getLogger("foredraft").warning("compiled %s: %s: %s", name.split(".")[0], found.verdict, found.reason)
+    return found
+
+
+def weigh(tolerance, measured):
+    """(verdict, reason, ratio, error) of a measurement."""
     try:
-        error, mine, theirs = measure(target, step)
+        error, mine, theirs = measured()
     except (RuntimeError, UserError) as fault:  # MLX's own, or a kernel that does not build
-        return verdicts.record(steps.NAME, step.case, verdicts.UNBUILT, " ".join(str(fault).split()))
-    tolerance, ratio = TOLERANCE[step.dtype], mine / theirs
+        return verdicts.UNBUILT, " ".join(str(fault).split()), None, None
     if not error <= tolerance:
-        reason = f"its hidden states are {error:.1e} away; at most {tolerance:.1e} expected"
-        return verdicts.record(steps.NAME, step.case, verdicts.WRONG, reason, error=error)
-    times = " and ".join(map(str, WIDTHS))
-    reason = f"{1e3 * mine:.2f} ms for {times} rows, {1e3 * theirs:.2f} ms without it; error {error:.1e}"
-    verdict = verdicts.USE if ratio <= 1 else verdicts.SLOW
-    return verdicts.record(steps.NAME, step.case, verdict, reason, round(ratio, 3), error)
+        return verdicts.WRONG, f"its hidden states are {error:.1e} away; at most {tolerance:.1e} expected", None, error
+    reason = f"{1e3 * mine:.2f} ms, {1e3 * theirs:.2f} ms without it; error {error:.1e} of at most {tolerance:.1e}"
+    return verdicts.USE if mine <= theirs else verdicts.SLOW, reason, round(mine / theirs, 3), error
 
 
 def measure(target, step):
-    """(the largest error, seconds of one forward of each of WIDTHS by the step, and by the modules), medians."""
+    """(the largest distance, seconds of one forward of each of WIDTHS by the step, and by the modules), medians."""
     mine = Route(lambda *fed: step(*fed)[0], step.score, target.make_cache())
     theirs = Route(lambda *fed: target.by_modules(*fed).hidden, target.by_head, target.make_cache())
-    prompt = draw(target, PROMPT)
+    prompt, errors, seconds = draw(target, PROMPT), [], [0.0, 0.0]
     for route in (mine, theirs):
         mx.eval(target.by_modules(prompt, route.cache).hidden, [entry.state for entry in route.cache])
-    errors, times = [], {(route, W): [] for route in (0, 1) for W in WIDTHS}
-    for turn in range(ROUNDS + 2):
-        for W in WIDTHS:
-            fed = draw(target, W, seed=turn + 1)
-            (found, first), (expected, second) = mine.feed(fed), theirs.feed(fed)
-            errors.append(distance(found, expected))
-            if turn > 1:
-                times[0, W].append(first), times[1, W].append(second)
-    return max(errors), *(sum(statistics.median(times[route, W]) for W in WIDTHS) for route in (0, 1))
+    for W in WIDTHS:
+        errors.append(distance(*(route.feed(draw(target, W)) for route in (mine, theirs))))
+        times = in_turns([lambda seed, route=route, W=W: route.feed(draw(target, W, seed)) for route in (mine, theirs)])
+        seconds = [total + each for total, each in zip(seconds, times, strict=True)]
+    return max(errors), *seconds
+
+
+def in_turns(calls):
+    """Median seconds of each call over ROUNDS, in turns, after two that compile; a call is given a seed and waits."""
+    samples = [[timed(call, seed) for call in calls] for seed in range(1, ROUNDS + 3)][2:]
+    return tuple(map(statistics.median, zip(*samples)))
+
+
+def timed(call, seed):
+    """Seconds of one call, from an idle device on."""
+    mx.synchronize()
+    start = time.perf_counter()
+    call(seed)
+    return time.perf_counter() - start
 
 
 def draw(target, T, seed=0):
