@@ -207,12 +207,15 @@ def check_shard(path, entry):
 # Writing.
 
 
-def fill(folder, target, rows, layout, *, rows_at_once, limit=None, argv=(), say=print, progress=lambda rows: None):
+def fill(
+    folder, target, rows, layout, *, rows_at_once, limit=None, argv=(), say=print, progress=lambda rows, total: None
+):
     """Write the shards that `folder` lacks and return its Store.
 
     rows: `corpus.Rows`; rows_at_once: rows of one forward; limit: bytes that the store may take, None: all rows are
-    written. say(line): the size, before anything is written. progress(rows): rows just written. Raises UserError where
-    the disk lacks room, for a store that is stale, foreign or damaged, and while another run writes it.
+    written. say(line): the size, before anything is written. progress(rows, total): rows just written, of so many to
+    write. Raises UserError where the disk lacks room, for a store that is stale, foreign or damaged, and while another
+    run writes it.
     """
     folder = pathlib.Path(folder)
     own, entries = examine(folder, target, rows, layout)
@@ -231,19 +234,20 @@ def check_room(folder, layout, missing, say):
     free, need = shutil.disk_usage(place).free, layout.row_bytes * sum(stop - start for _, start, stop in missing)
     tensors = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in layout.tensors.items())
     say(
-        f"{folder}: {layout.rows:,} rows of bfloat16 {tensors} take {gib(layout.bytes)}; "
-        f"{gib(need)} to write, {gib(free)} free"
+        f"{folder}: {layout.rows:,} rows of bfloat16 {tensors} take {sized(layout.bytes)}; "
+        f"{sized(need)} to write, {sized(free)} free"
     )
     if need >= free:
         raise UserError(
-            f"{folder}: {gib(need)} of features to write, but its disk has {gib(free)} free; free some space, choose "
-            "another features.folder, or keep a part of them with features.mode=hybrid and features.max_gib"
+            f"{folder}: {sized(need)} of features to write, but its disk has {sized(free)} free; free some space, "
+            "choose another features.folder, or keep a part of them with features.mode=hybrid and features.max_gib"
         )
 
 
-def gib(size):
+def sized(count):
     """Bytes in words."""
-    return f"{size / 2**30:.3g} GiB"
+    power = min(max(0, int(math.log2(max(count, 1)) // 10)), 4)
+    return f"{count / 1024**power:.3g} {['bytes', 'KiB', 'MiB', 'GiB', 'TiB'][power]}"
 
 
 @contextlib.contextmanager
@@ -274,7 +278,7 @@ def write(folder, target, rows, layout, missing, entries, rows_at_once, argv, pr
             mx.save_safetensors(stream, arrays, metadata={"format": "mlx"})
         entries[name] = manifest.describe_file(folder / name)
         manifest.write(folder, **record)
-        progress(stop - start)
+        progress(stop - start, sum(stop - start for _, start, stop in missing))
 
 
 def computed(target, rows, layout, start, stop, rows_at_once):

@@ -46,7 +46,7 @@ def drafting(config):
         ("data.row_tokens", data.row_tokens >= 2 * config.drafter.block_size, "at least two blocks"),
         ("data.validation_fraction", 0 < data.validation_fraction < 1, "between 0 and 1"),
         ("features.mode", features.mode in ("online", "cached", "hybrid"), "online, cached or hybrid"),
-        ("features.max_gib", (features.max_gib or 1) > 0, "above 0"),
+        ("features.max_gib", features.max_gib is None or features.max_gib > 0, "above 0"),
         (
             "features.max_gib",
             features.max_gib is None or features.mode == "hybrid",

@@ -80,7 +80,12 @@ def fill_features(config, folder, what, argv):
     from drafter import features
 
     limit = None if config.features.mode == "cached" else (config.features.max_gib or 0) * 2**30
-    with tqdm.tqdm(desc="features", unit="row", dynamic_ncols=True, mininterval=1.0) as bar:
+    with tqdm.tqdm(desc="features", unit="row", dynamic_ncols=True, mininterval=1.0, delay=2.0) as bar:
+
+        def progress(rows, total):
+            bar.total = total
+            bar.update(rows)
+
         return features.fill(
             folder,
             *what,
@@ -88,7 +93,7 @@ def fill_features(config, folder, what, argv):
             limit=limit,
             argv=argv,
             say=lambda line: print(f"features     {line}", flush=True),
-            progress=bar.update,
+            progress=progress,
         )
 
 
@@ -99,7 +104,7 @@ class interruptible:
     """
 
     def __init__(self, session, job):
-        self.session = session
+        self.session, self.job = session, job
         self.impatience = Impatience(session.run) if job.size > 1 else contextlib.nullcontext()
 
     def __enter__(self):
@@ -110,6 +115,8 @@ class interruptible:
         self.impatience.__exit__(*error)
         for name, handler in self.before.items():
             signal.signal(name, handler)
+        if self.job.size > 1 and error[0]:  # a lost rank, perhaps: the launcher's SIGTERM must not cut the message off
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def ask(self, *_):
         """Set the flag; restore the default so that a second signal is not held back."""

@@ -163,13 +163,14 @@ class Session:
 
         from drafter import config as configuration
         from drafter import dflash
+        from drafter.features import sized
 
         self.card()
         memory = memory_estimate(self.target, self.drafter, self.config)
         parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in memory.items())
         print(f"memory       about {sum(memory.values()) / 2**30:.1f} GiB: {parts}")
         print("             less with smaller trainer.rows_per_step, trainer.anchors_per_document or data.row_tokens")
-        print(f"features     {self.config.features.mode}; all of them on disk: {self.layout().bytes / 2**30:.3g} GiB")
+        print(f"features     {self.config.features.mode}; a store of all rows takes {sized(self.layout().bytes)}")
         print(yaml.safe_dump(configuration.resolved(self.config), sort_keys=False), end="")
         return {
             "status": "done",

@@ -213,7 +213,7 @@ def test_the_size_is_said_before_anything_is_written_and_is_what_the_disk_then_h
 
     expected = 11 * (len(LAYERS) + 1) * T * llama.hidden_size * 2
     fill(tmp_path / "store", llama, rows, hidden=True, say=say)
-    assert f"{expected / 2**30:.3g} GiB" in said[0]
+    assert f"take {expected / 2**10:.3g} KiB; {expected / 2**10:.3g} KiB to write" in said[0]
     on_disk = sum(path.stat().st_size for path in (tmp_path / "store").glob("shard-*"))
     assert 0 <= on_disk - expected < 4 * 400  # four headers
 
@@ -222,7 +222,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(llama, rows, 
     need = layout(llama, rows).bytes
     monkeypatch.setattr(features.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=need))
     line = refusal(fill, tmp_path / "store", llama, rows)
-    assert f"{need / 2**30:.3g} GiB of features to write, but its disk has {need / 2**30:.3g} GiB free" in line
+    assert f"{need / 2**10:.3g} KiB of features to write, but its disk has {need / 2**10:.3g} KiB free" in line
     assert not (tmp_path / "store").exists()
     monkeypatch.setattr(features.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=need + 1))
     assert len(fill(tmp_path / "store", llama, rows)) == 11
@@ -273,7 +273,8 @@ def test_a_folder_of_something_else_is_refused(llama, rows, tmp_path):
 def test_a_second_writer_is_refused_while_the_first_writes(llama, rows, tmp_path):
     refused = []
 
-    def meanwhile(written):
+    def meanwhile(written, total):
+        assert total == 11
         refused.append(refusal(fill, tmp_path / "store", llama, rows) if not refused else "")
 
     fill(tmp_path / "store", llama, rows, progress=meanwhile)
