@@ -67,9 +67,8 @@ class Layout:
         count = -(-self.rows // self.rows_per_shard)
         if limit is not None and limit < self.bytes:
             count = int(limit // (self.rows_per_shard * self.row_bytes))
-        starts = (index * self.rows_per_shard for index in range(count))
-        return [(shard_name(start // self.rows_per_shard), start, min(start + self.rows_per_shard, self.rows))
-                for start in starts]  # fmt: skip
+        size = self.rows_per_shard
+        return [(shard_name(at), at * size, min((at + 1) * size, self.rows)) for at in range(count)]
 
 
 def shard_name(number):
@@ -176,7 +175,7 @@ def examine(folder, target, rows, layout):
     if record.data[0]["sha256"] != rows.sha256:
         made = record.data[0]["sha256"]
         raise UserError(f"{folder}: features of the rows {made}, but this run packs {rows.sha256}; {ELSEWHERE}")
-    there = {name: entry for name, entry in record.files.items() if (folder / name).exists()}
+    there = {name: record.files[name] for name, *_ in own.shards() if name in record.files and (folder / name).exists()}
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda name: check_shard(folder / name, there[name]), there))
     return own, there
@@ -237,7 +236,7 @@ def check_room(folder, layout, missing, say):
         f"{folder}: {layout.rows:,} rows of bfloat16 {tensors} take {sized(layout.bytes)}; "
         f"{sized(need)} to write, {sized(free)} free"
     )
-    if need >= free:
+    if missing and need >= free:
         raise UserError(
             f"{folder}: {sized(need)} of features to write, but its disk has {sized(free)} free; free some space, "
             "choose another features.folder, or keep a part of them with features.mode=hybrid and features.max_gib"

@@ -226,6 +226,8 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(llama, rows, 
     assert not (tmp_path / "store").exists()
     monkeypatch.setattr(features.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=need + 1))
     assert len(fill(tmp_path / "store", llama, rows)) == 11
+    monkeypatch.setattr(features.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=0))
+    assert len(fill(tmp_path / "store", llama, rows)) == 11  # nothing is left to write
 
 
 # Refusals.
@@ -339,7 +341,16 @@ def kept(folder):
 
 
 # 4 shards: renames 1, 3, 5, … are manifests', 2, 4, … shards'
-@pytest.mark.parametrize("moment", ["mkdir == 1", "save == 2", "replace == 4", "replaced == 6", "replaced == 9"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("mkdir == 1", marks=pytest.mark.slow),
+        "save == 2",
+        pytest.param("replace == 4", marks=pytest.mark.slow),
+        "replaced == 6",
+        pytest.param("replaced == 9", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_writer_loses_and_repeats_nothing(llama, rows, full, tmp_path, moment):
     folder = tmp_path / "store"
     ended = killed(moment, folder, llama)
