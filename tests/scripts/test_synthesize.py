@@ -46,8 +46,8 @@ def prompts(tmp_path):
 
 def rows_of(folder):
     """The answers of a finished run."""
-    lines = gzip.decompress((folder / "answers.jsonl.gz").read_bytes()).splitlines()
-    return [json.loads(line) for line in lines]
+    shards = sorted(folder.glob("answers-*.jsonl.gz"))
+    return [json.loads(line) for shard in shards for line in gzip.decompress(shard.read_bytes()).splitlines()]
 
 
 def arguments(target, prompts, out, *more):
@@ -187,7 +187,7 @@ def test_a_full_disk_leaves_a_run_that_can_be_continued(command, target, prompts
         assert code == 2
         assert "no space left on device; free some space" in closing["error"]
         left = {path.name for path in (disk / "run").iterdir()}
-        assert left <= {"settings.json", "answers.jsonl"}
+        assert left <= {"settings.json", "answers.jsonl", "left_out.jsonl"}
         (disk / "ballast").unlink()
         code, closing, *_ = command(*arguments(target, prompts, disk / "run"))
         assert code == 0
