@@ -12,7 +12,7 @@ from drafter.overlap import words
 
 FEWEST_WORDS = 3  # assumed
 LETTERS = 0.5  # least share of letters and digits among visible characters: assumed; code reaches 0.6
-SCRIPT = 0.8  # least share of one script among letters: assumed; leaves room for formulas and names
+SCRIPT = 0.7  # least share of one script among words: assumed; leaves room for formulas and foreign names
 LOOP_GRAM, LOOP_SHARE = 8, 0.05  # looping text, by the rule that evaluation flags it with
 LINE_SPACE = "\n\r\t"
 EAST_ASIAN = {"CJK", "HIRAGANA", "KATAKANA", "HANGUL", "BOPOMOFO"}  # mixed in one text as a rule
@@ -48,8 +48,8 @@ def share(text, left_out, counted):
 
 
 def main_script(text):
-    """(script, share): the script of most letters of a text, East Asian ones as one; (None, 1) without letters."""
-    found = collections.Counter(script_of(character) for character in text if character.isalpha())
+    """(script, share): that of most words of a text, East Asian ones as one; (None, 1) without letters."""
+    found = collections.Counter(script_of(word[0]) for word in words(text) if word[0].isalpha())
     if not found:
         return None, 1.0
     script, count = found.most_common(1)[0]

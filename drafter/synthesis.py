@@ -196,7 +196,7 @@ def run(
     ledger = Ledger(author, place.rows())
     if not unwritten:
         write_answers(author, place, jobs, ledger, batching, progress)
-    counts = count(jobs, ledger, skipped, len(prompts) + self_prompts, unwritten)
+    counts = count(jobs, ledger, skipped, len(prompts) + self_prompts, self_prompts if unwritten else 0)
     if not place.complete:
         place.pack()
         extra = dataclasses.asdict(counts) | {
@@ -214,14 +214,17 @@ def refuse_nothing(jobs, skipped):
         raise UserError(f"no prompt is left to answer ({reasons}); give other prompts")
 
 
-def count(jobs, ledger, skipped, given, unwritten):
-    """The Counts of a run: `given` prompts, those of an earlier, larger call, and the user turns that followed."""
+def count(jobs, ledger, skipped, given, unchosen):
+    """The Counts of a run: `given` prompts, those of an earlier, larger call, and the user turns that followed.
+
+    unchosen: prompts of which nothing is decided, since the target has not written all of them.
+    """
     first, planned = ledger.first_turns(), {job.id for job in jobs}
     later = len(ledger.known) - len(first) + len(ledger.open)
     return Counts(
         input=given + len(first - planned) + later,
         written=ledger.written,
-        remaining=len(planned - first) + len(ledger.open) + unwritten,
+        remaining=len(planned - first) + len(ledger.open) + unchosen,
         answer_tokens=ledger.answer_tokens,
         skipped=dict(skipped + ledger.skipped),
         failed=dict(ledger.failed),
