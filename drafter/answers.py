@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, GenerationBatch, StopSequences
 
 from drafter import rng
+from kernels.errors import UserError
 
 IDLE_SHARE = 8  # R/8 rows may idle before the batch is packed anew (assumed: half of that is lost, 6 % of the work)
 PREFILL_SHARE = 4  # prompts are prefilled R/4 at a time (assumed; bounds the memory of the attention scores)
@@ -167,9 +168,23 @@ def answer(target, waiting, *, batch_size, seed, feed=lambda: True, observe=lamb
             fresh = [waiting.popleft() for _ in range(min(batch_size - len(begun), len(waiting)))]
             begun |= zip(insert(generator, fresh, stops, seed), fresh, strict=True)
             generated = running.live
-            for uid, tokens, finish in generator.next()[1]:
+            for uid, tokens, finish in advance(generator, batch_size):
                 yield begun.pop(uid), tokens, finish
             observe(generated)
+
+
+def advance(generator, batch_size):
+    """One step of a generator: what finished. Raises UserError where MLX refuses a batch of this size.
+
+    CUDA launches at most 65,535 groups along y or z, and some of MLX's kernels put rows × heads there; memory ends too.
+    """
+    try:
+        return generator.next()[1]
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"--batch-size {batch_size}: MLX refuses it ({reason}); what is written is kept, go on with a smaller one"
+        ) from error
 
 
 class Stops(dict):

@@ -1,8 +1,8 @@
 """User turns that the target writes itself, for checkpoints that nobody has prompts for.
 
-A chat model that is given its template up to the beginning of a user's turn goes on as the user ("Magpie", arXiv
-2406.08464). A target without a template begins a document after its beginning-of-sequence token, and the first words
-of that document are the prompt.
+A chat model that is given its template up to the beginning of a user's turn goes on as the user (Magpie,
+arXiv 2406.08464). A target without a template begins a document after its beginning-of-sequence token, and the first
+words of that document are the prompt.
 """
 
 import dataclasses

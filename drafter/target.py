@@ -190,10 +190,7 @@ class Target:
         return None if self.tokenizer.has_chat_template else f"target {self.source} has no chat template"
 
     def encode(self, prompt, *, raw=False, system=None, options=None):
-        """Token ids of a prompt (text, or a list of {role, content}), with the chat template unless fed raw.
-
-        options: further keywords of the template, such as {"enable_thinking": False}.
-        """
+        """Token ids of a prompt (text, or a list of {role, content}), with the chat template and options unless raw."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         for text in [system or "", *(message["content"] for message in messages)]:
             check_text(text)
@@ -205,7 +202,7 @@ class Target:
         return list(self.tokenizer.encode(self.render(messages, options), add_special_tokens=False))
 
     def render(self, messages, options=None, *, generation=True):
-        """The chat template's text of messages, ending where the assistant is to go on unless `generation` is False."""
+        """The chat template's text of messages, up to where the assistant is to go on; options: more keywords."""
         options = {"add_generation_prompt": generation} | (options or {})
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)

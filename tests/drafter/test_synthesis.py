@@ -334,6 +334,23 @@ def test_a_time_limit_finishes_the_answers_begun_and_leaves_the_rest(llama, whol
     assert (tmp_path / SHARD).read_bytes() == (whole / SHARD).read_bytes()
 
 
+def test_a_batch_that_mlx_refuses_is_one_line_and_keeps_what_is_written(llama, whole, tmp_path, monkeypatch):
+    steps, real = iter(range(10**6)), answers.BatchGenerator.next
+
+    def refuse(generator):
+        if next(steps) == 40:
+            raise RuntimeError("cudaGraphAddKernelNode(\n&node) failed: invalid argument")
+        return real(generator)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(answers.BatchGenerator, "next", refuse)
+        with pytest.raises(UserError, match=r"--batch-size 5: MLX refuses it \(cuda.* invalid argument\); what is"):
+            synthesis.run(llama, make_prompts(14), tmp_path, **settings())
+    assert (tmp_path / "answers.jsonl").read_bytes().count(b"\n") >= 3
+    synthesis.run(llama, make_prompts(14), tmp_path, **settings(batch_size=2))
+    assert (tmp_path / SHARD).read_bytes() == (whole / SHARD).read_bytes()
+
+
 # Disks.
 
 
