@@ -1,54 +1,73 @@
 """Many prompts answered at once by the target, with mlx-lm's continuous batching.
 
 R rows of the running batch, V vocabulary.
+
+Chance belongs to the row: token i of a job is drawn with the key (seed, job's id) + i. So which jobs share a batch, and
+in which order they come, changes a row only where products of another shape round the logits differently.
 """
 
-import collections
 import contextlib
 import dataclasses
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator, GenerationBatch
+from mlx_lm.generate import BatchGenerator, GenerationBatch, StopSequences
 
 from drafter import rng
-from drafter.prompts import Prompt
+from kernels.errors import UserError
 
 IDLE_SHARE = 8  # R/8 rows may idle before the batch is packed anew (assumed: half of that is lost, 6 % of the work)
 PREFILL_SHARE = 4  # prompts are prefilled R/4 at a time (assumed; bounds the memory of the attention scores)
+LOW = (1 << 32) - 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A prompt ready to be answered: its token ids and its temperature."""
+    """Token ids to continue: at which temperature (0 is greedy), how far, and which sequences of ids end it.
 
-    id: str
-    prompt: Prompt
-    tokens: list
-    temperature: float
-
-
-class Temperature:
-    """A sampler that a batch can apply to all its rows at once; temperature 0 is greedy.
-
-    Sampling is in float32: bfloat16 noise has too few values to draw from 49,000 tokens by.
+    id names its stream of chance; subject is whatever the caller wants back; ends None stands for the target's own.
     """
 
-    def __init__(self, value, keys):
-        self.value = value
-        self.keys = keys
+    id: str
+    subject: object
+    tokens: list
+    temperature: float
+    max_tokens: int
+    ends: tuple | None = None
+
+
+class Draw:
+    """How one job's tokens are drawn: a sampler, as mlx-lm calls it for the first token."""
+
+    def __init__(self, temperature=0.0, number=0):
+        self.temperature = temperature
+        self.key = (number >> 32, number & LOW)
 
     def __call__(self, logits):
-        """Token ids [R] from logits or log-probabilities [R, V]."""
-        return draw_tokens(logits, None if self.value == 0 else mx.array([[self.value]] * len(logits)), self.keys)
+        """Token ids [R] from logits or log-probabilities [R, V]: the first of an answer."""
+        if self.temperature == 0:
+            return mx.argmax(logits, axis=-1)
+        return draw_tokens(logits, mx.array([[self.temperature]]), mx.array([self.key], mx.uint32))
+
+
+GREEDY = Draw()  # one object for all greedy rows: mlx-lm calls a sampler that rows share once
 
 
 def draw_tokens(logits, temperatures, keys):
-    """Token ids [R] from logits [R, V]; temperatures [R, 1], 0 for greedy rows, or None when every row is greedy."""
+    """Token ids [R] from logits [R, V], each row by its own key.
+
+    temperatures [R, 1], 0 for greedy rows, or None when every row is greedy; keys [R, 2] uint32.
+    Sampling is in float32: bfloat16 noise has too few values to draw from 49,000 tokens by.
+    """
     greedy = mx.argmax(logits, axis=-1)
     if temperatures is None:
         return greedy
     scaled = logits.astype(mx.float32) / mx.maximum(temperatures, 1e-6)
-    return mx.where(temperatures[:, 0] > 0, mx.random.categorical(scaled, key=next(keys)), greedy)
+    return mx.where(temperatures[:, 0] > 0, mx.vmap(categorical)(scaled, keys), greedy)
+
+
+def categorical(logits, key):
+    """One draw from the distribution of logits [V]."""
+    return mx.random.categorical(logits, key=key)
 
 
 class AnswerBatch(GenerationBatch):
@@ -64,8 +83,7 @@ class AnswerBatch(GenerationBatch):
         super().__init__(*args, **kwargs)
         self.answers = [[] for _ in self.uids]
         self.finished = [False] * len(self.uids)
-        self.eos_ids = frozenset()
-        self.temperatures = None
+        self.temperatures = self.keys = None
 
     @property
     def live(self):
@@ -85,16 +103,23 @@ class AnswerBatch(GenerationBatch):
         self._forget()
 
     def _forget(self):
-        """Drop what upstream keeps for its responses; renew the rows' temperatures [R, 1]."""
+        """Drop what upstream keeps for its responses; renew the rows' temperatures [R, 1] and keys [R, 2]."""
         self._current_logprobs, self._next_logprobs = [], [None] * len(self.uids)
-        values = [sampler.value for sampler in self.samplers]
+        values = [draw.temperature for draw in self.samplers]
         self.temperatures = mx.array(values)[:, None] if any(values) else None
+        self.keys = mx.array([draw.key for draw in self.samplers], mx.uint32)
+
+    def _next_keys(self):
+        """The keys of the tokens this step draws: a row's own, plus how many tokens it has (they may wrap around)."""
+        places = mx.array([[0, len(answer) + 1] for answer in self.answers], mx.uint32)
+        return self.keys + places
 
     def _step(self):
         """Start the next step and return the tokens of this one."""
         self._current_tokens = self._next_tokens
         logits = self.model(self._current_tokens[:, None], cache=self.prompt_cache)[:, -1]
-        self._next_tokens = draw_tokens(logits, self.temperatures, self.fallback_sampler.keys)
+        keys = None if self.temperatures is None else self._next_keys()
+        self._next_tokens = draw_tokens(logits, self.temperatures, keys)
         mx.async_eval(self._next_tokens)
         return self._current_tokens.tolist()
 
@@ -104,7 +129,7 @@ class AnswerBatch(GenerationBatch):
             if self.finished[row]:
                 continue
             self.answers[row].append(token)
-            stopped = token in self.eos_ids
+            stopped = self._matchers[row].advance(token)
             if stopped or len(self.answers[row]) >= self.max_tokens[row]:
                 self.finished[row] = True
                 done.append((self.uids[row], self.answers[row], "stop" if stopped else "length"))
@@ -114,53 +139,78 @@ class AnswerBatch(GenerationBatch):
         return done
 
 
-def make_generator(target, batch_size, keys):
+def make_generator(target, batch_size):
     """mlx-lm's continuous batching over `batch_size` rows, with an AnswerBatch as its running batch; returns both."""
     generator = BatchGenerator(
         target.model,
-        sampler=Temperature(0.0, keys),
+        sampler=GREEDY,
         completion_batch_size=batch_size,
         prefill_batch_size=max(1, batch_size // PREFILL_SHARE),
     )
     running = AnswerBatch.empty(target.model, generator.sampler)
-    running.eos_ids = frozenset(target.eos_ids)
     generator._generation_batch = running
     return generator, running
 
 
-def random_keys(seed, stream):
-    """An endless stream of sampling keys."""
-    step = 0
-    while True:
-        yield rng.key(seed, stream, step)
-        step += 1
+def answer(target, waiting, *, batch_size, seed, feed=lambda: True, observe=lambda tokens: None):
+    """Yield (job, answer tokens, finish) in the order in which answers finish; finish is "stop" or "length".
 
-
-def answer(target, jobs, *, batch_size, max_tokens, keys, feed=lambda: True, observe=lambda tokens: None):
-    """Yield (job, answer tokens, finish) in the order in which answers finish.
-
-    keys: sampling keys, one used a step. feed: called before prompts are added; False ends the run once the answers
-    begun are finished (dropping those would favour short answers). observe: called after every step with the number
-    of tokens it generated.
+    waiting: a deque of Jobs, emptied as they begin; the caller may add to it between answers. feed: called before jobs
+    are begun; False ends the run once the answers begun are finished (dropping those would favour short answers).
+    observe: called after every step with the number of tokens it generated.
     """
-    waiting, begun = collections.deque(jobs), {}
-    samplers = {value: Temperature(value, keys) for value in {job.temperature for job in jobs}}
-    generator, running = make_generator(target, batch_size, keys)
+    begun, stops = {}, Stops(target)
+    generator, running = make_generator(target, batch_size)
     with contextlib.closing(generator):
         while begun or waiting:
             if waiting and not feed():
                 waiting.clear()
             fresh = [waiting.popleft() for _ in range(min(batch_size - len(begun), len(waiting)))]
-            begun |= zip(insert(generator, fresh, samplers, max_tokens), fresh, strict=True)
+            begun |= zip(insert(generator, fresh, stops, seed), fresh, strict=True)
             generated = running.live
-            for uid, tokens, finish in generator.next()[1]:
+            for uid, tokens, finish in advance(generator, batch_size):
                 yield begun.pop(uid), tokens, finish
             observe(generated)
 
 
-def insert(generator, jobs, samplers, max_tokens):
+def advance(generator, batch_size):
+    """One step of a generator: what finished. Raises UserError where MLX refuses a batch of this size.
+
+    CUDA launches at most 65,535 groups along y or z, and some of MLX's kernels put rows × heads there; memory ends too.
+    """
+    try:
+        return generator.next()[1]
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"--batch-size {batch_size}: MLX refuses it ({reason}); what is written is kept, go on with a smaller one"
+        ) from error
+
+
+class Stops(dict):
+    """mlx-lm's automaton for each set of ends, built once."""
+
+    def __init__(self, target):
+        super().__init__()
+        self.own = tuple((token,) for token in sorted(target.eos_ids))
+
+    def __missing__(self, ends):
+        self[ends] = StopSequences(self.own if ends is None else ends)
+        return self[ends]
+
+
+def insert(generator, jobs, stops, seed):
     """Queue jobs in a generator; returns their uids."""
     if not jobs:
         return []
-    tokens = [job.tokens for job in jobs]
-    return generator.insert(tokens, [max_tokens] * len(jobs), samplers=[samplers[job.temperature] for job in jobs])
+    return generator.insert(
+        [job.tokens for job in jobs],
+        [job.max_tokens for job in jobs],
+        samplers=[make_draw(job, seed) for job in jobs],
+        stop_sequences=[stops[job.ends] for job in jobs],
+    )
+
+
+def make_draw(job, seed):
+    """A job's sampler."""
+    return Draw(job.temperature, rng.key_number(seed, f"answer {job.id}", 0)) if job.temperature else GREEDY

@@ -3,6 +3,7 @@
 R rows, T tokens a row, n tokens of a text.
 """
 
+import collections
 import io
 import math
 import time
@@ -14,7 +15,6 @@ import numpy as np
 
 from drafter import answers, ngram
 from drafter.library import passages
-from drafter.prompts import Prompt
 from drafter.scratch import END_ID
 
 NGRAM_ORDER = 5
@@ -115,17 +115,16 @@ def continuations(target, texts, settings, stop=math.inf):
     All of settings.samples are written at once, at TEMPERATURE, settings.sample_tokens each unless it ends the text.
     """
     rows = passages(texts, settings.samples)
-    prompts = [Prompt(({"role": "user", "content": row["prompt"]},), "passages") for row in rows]
+    length = settings.sample_tokens
     jobs = [
-        answers.Job(row["question_id"], prompt, list(target.tokenizer.encode(row["prompt"])), TEMPERATURE)
-        for row, prompt in zip(rows, prompts)
+        answers.Job(row["question_id"], row, list(target.tokenizer.encode(row["prompt"])), TEMPERATURE, length)
+        for row in rows
     ]
     written = answers.answer(
         target,
-        jobs,
+        collections.deque(jobs),
         batch_size=len(jobs),
-        max_tokens=settings.sample_tokens,
-        keys=answers.random_keys(settings.seed, "samples"),
+        seed=settings.seed,
         observe=lambda tokens: check_time(stop),
     )
     found = {job.id: tokens[:-1] if finish == "stop" else tokens for job, tokens, finish in written}

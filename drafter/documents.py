@@ -5,6 +5,7 @@ end-of-sequence id included), or every token of plain text.
 """
 
 import dataclasses
+import fnmatch
 import gzip
 import hashlib
 import json
@@ -72,15 +73,26 @@ def read_synthesis(path, target, allow_mismatch):
     folder = path if path.is_dir() else path.parent
     if path.is_dir() or ((folder / manifest.NAME).is_file() and path.name in manifest.read(folder).files):
         record = manifest.verify(folder)
-        answers = [name for name in record.files if name.endswith((".jsonl", ".jsonl.gz"))]
-        if len(answers) != 1:
+        shards = sorted(name for name in record.files if fnmatch.fnmatch(name, "answers*.jsonl*"))
+        if not shards:
             raise UserError(f"{folder}: found a folder of kind {record.kind!r}, expected one with answers (.jsonl.gz)")
         if not allow_mismatch:
             remedy = "synthesize answers with this target, or set data.allow_target_mismatch=true"
             manifest.match_target(record, target.identity(), remedy=remedy)
-        path = folder / answers[0]
-    documents = [answer_document(f"{path} line {line}", record, target.vocab_size) for line, record in records(path)]
-    return Read(f"{folder.resolve().name}/{path.name}", manifest.sha256_file(path), documents)
+    paths = [folder / name for name in shards] if path.is_dir() else [path]
+    documents = [
+        answer_document(f"{path} line {line}", record, target.vocab_size)
+        for path in paths
+        for line, record in records(path)
+    ]
+    name = paths[0].name if len(paths) == 1 else f"answers, {len(paths)} shards"
+    return Read(f"{folder.resolve().name}/{name}", shards_digest(paths), documents)
+
+
+def shards_digest(paths):
+    """The SHA-256 of a file, or over those of several."""
+    digests = [manifest.sha256_file(path) for path in paths]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 def read_text(path, target):
@@ -93,23 +105,27 @@ def read_text(path, target):
 
 def read_dataset(source, target):
     """Read one split of a dataset; its digest is over the decoded column, since a dataset has many forms on disk."""
-    import datasets
-
-    path = pathlib.Path(source.name)
-    try:
-        if path.is_file():
-            files = {source.split.split("[")[0]: str(path)}
-            table = datasets.load_dataset(BUILDERS[path.suffix], data_files=files, split=source.split)
-        else:
-            table = datasets.load_dataset(source.name, split=source.split)
-    except DATA_ERRORS as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"dataset {source.name}: cannot be loaded ({reason}); check its name and split") from None
+    table = load_table(source.name, source.split)
     digest, documents = hashlib.sha256(), []
     for number, record in enumerate(table):
         documents.append(decode_record(f"dataset {source.name} row {number}", record, source.column, target))
         digest.update(json.dumps(record.get(source.column), sort_keys=True, default=str).encode() + b"\n")
     return Read(f"{source.name}[{source.split}]", digest.hexdigest(), documents)
+
+
+def load_table(name, split, subset=None):
+    """One split of a file or of whatever else `datasets.load_dataset` takes; subset: a dataset's configuration."""
+    import datasets
+
+    path = pathlib.Path(name)
+    try:
+        if path.is_file():
+            files = {split.split("[")[0]: str(path)}
+            return datasets.load_dataset(BUILDERS[path.suffix], data_files=files, split=split)
+        return datasets.load_dataset(name, subset, split=split)
+    except DATA_ERRORS as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"dataset {name}: cannot be loaded ({reason}); check its name and split") from None
 
 
 def decode_text(path):
@@ -170,7 +186,7 @@ def answer_document(place, record, vocab_size):
     wrong = [token for token in (min(ids), max(ids)) if not 0 <= token < vocab_size]
     if wrong:
         raise UserError(f"{place}: token {wrong[0]} found, expected 0 to {vocab_size - 1}; is it for another target?")
-    key = str(record.get("id") or content_key(prompt))
+    key = str(record.get("conversation") or record.get("id") or content_key(prompt))  # a conversation is not split
     return Document(key, np.array(ids, np.int32), np.arange(len(ids)) >= len(prompt))
 
 

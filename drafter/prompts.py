@@ -1,4 +1,4 @@
-"""Prompts for the target to answer: read from files, or drawn from templates.
+"""Prompts for the target to answer: read from files or datasets, or drawn from templates.
 
 A template file is YAML:
     slots:     {name: [text]}                                  fillings that every family may use
@@ -9,21 +9,31 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+import re
 
 import numpy as np
 import yaml
 
 from drafter import rng
-from drafter.documents import decode_text, records
+from drafter.documents import decode_text, load_table, records
 from kernels.errors import UserError
+
+HUB = "hf:"  # begins the name of a dataset
+COLUMNS = ("prompt", "question", "instruction", "turns", "messages", "conversation", "text")  # in the order looked for
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One conversation to be answered: `messages` end in a user turn, `source` names the file they came from."""
+    """One conversation to be answered: `messages` end in a user turn, `source` names where they came from.
+
+    Of a conversation in several turns, `turn` counts this one and `first` is the id of the first. Where the messages
+    end in an answer, it is the user's turn, which is yet to be written.
+    """
 
     messages: tuple
     source: str
+    turn: int = 1
+    first: str | None = None
 
     @property
     def id(self):
@@ -31,9 +41,19 @@ class Prompt:
         return hashlib.sha256(json.dumps(self.messages, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
+    def conversation(self):
+        """The id of the conversation: that of its first turn."""
+        return self.first or self.id
+
+    @property
     def text(self):
-        """The last user turn."""
+        """The last message, which is the user's once it is written."""
         return self.messages[-1]["content"]
+
+    @property
+    def unwritten(self):
+        """Whether the user's turn is yet to be written."""
+        return self.messages[-1]["role"] != "user"
 
 
 def read_prompts(path, *, system=None, seed=0, count=None):
@@ -53,8 +73,54 @@ def read_prompts(path, *, system=None, seed=0, count=None):
         texts = [turns(path, number, record)[0] for number, record in records(path)]
     if not texts:
         raise UserError(f"{path}: no prompts found; expected at least one")
-    lead = [{"role": "system", "content": system}] if system else []
-    return [Prompt((*lead, {"role": "user", "content": text}), path.name.split(".")[0]) for text in texts]
+    return [make_prompt(text, path.name.split(".")[0], system) for text in texts]
+
+
+def make_prompt(text, source, system=None):
+    """The Prompt of a user's text, behind a system turn if there is one."""
+    return Prompt((*system_turn(system), {"role": "user", "content": text}), source)
+
+
+def system_turn(system):
+    """The messages before a first user turn."""
+    return [{"role": "system", "content": system}] if system else []
+
+
+def read_dataset(name, *, system=None):
+    """The prompts of a dataset named hf:NAME[:SPLIT[:COLUMN[:SUBSET]]]: (prompts, SHA-256 of the column).
+
+    NAME is whatever `datasets.load_dataset` takes; SPLIT may be a slice ("train[:1000]") and is "train" when left out;
+    COLUMN holds text, a list of turns, or a conversation as a list of {"role", "content"}, and is the first of COLUMNS
+    that the dataset has when left out. Of several turns the first of the user is asked. A row without text becomes a
+    prompt without text, for the caller to skip and count.
+    """
+    parts = re.split(r":(?![^\[]*\])", name.removeprefix(HUB))  # the colon of a slice parts nothing
+    if not parts[0] or len(parts) > 4:
+        raise UserError(f"prompts {name}: expected {HUB}NAME[:SPLIT[:COLUMN[:SUBSET]]]")
+    path, split, column, subset = (part or None for part in (*parts, *[None] * (4 - len(parts))))
+    table = load_table(path, split or "train", subset)
+    column = column or next((each for each in COLUMNS if each in table.column_names), None)
+    if column not in table.column_names:
+        found = ", ".join(table.column_names)
+        raise UserError(f"prompts {name}: no column of prompts (found {found}); name one as {HUB}NAME:SPLIT:COLUMN")
+    values, digest = table[column], hashlib.sha256()
+    for value in values:
+        digest.update(json.dumps(value, sort_keys=True, default=str).encode() + b"\n")
+    source = path.rstrip("/").split("/")[-1]
+    return [make_prompt(asked(value), source, system) for value in values], digest.hexdigest()
+
+
+def asked(value):
+    """The first text that a user says in a dataset's value, or an empty one."""
+    if isinstance(value, list):
+        users = (turn.get("content") if isinstance(turn, dict) else turn for turn in value if speaks(turn))
+        value = next(users, None)
+    return value.strip() if isinstance(value, str) else ""
+
+
+def speaks(turn):
+    """Whether a turn of a conversation is the user's; a turn that names no role is."""
+    return not isinstance(turn, dict) or turn.get("role") == "user"
 
 
 def turns(path, number, record):
@@ -111,11 +177,6 @@ def fill(family, shared, draw):
         if "{" + name + "}" in text:
             text = text.replace("{" + name + "}", str(values[draw.integers(len(values))]).strip())
     return text.strip()
-
-
-def normalise(text):
-    """Text as it is compared with evaluation prompts: case and white space do not count."""
-    return " ".join(text.casefold().split())
 
 
 def sample(prompts, limit, seed):

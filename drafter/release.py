@@ -9,7 +9,7 @@ from drafter import checkpoint, manifest
 from kernels.errors import UserError
 
 CARD = "README.md"
-PUBLISHED = {"checkpoint": ("config.json", "*.safetensors"), "synthesis": ("answers.jsonl.gz", "settings.json")}
+PUBLISHED = {"checkpoint": ("config.json", "*.safetensors"), "synthesis": ("answers*.jsonl.gz", "settings.json")}
 PUBLISHED["release"] = PUBLISHED["checkpoint"] + PUBLISHED["synthesis"]  # a released folder can be released again
 
 DRAFTER_CARD = """\

@@ -197,8 +197,8 @@ class Target:
             return "raw was asked for"
         return None if self.tokenizer.has_chat_template else f"target {self.source} has no chat template"
 
-    def encode(self, prompt, *, raw=False, system=None):
-        """Token ids of a prompt (text, or a list of {role, content}), with the chat template unless fed raw."""
+    def encode(self, prompt, *, raw=False, system=None, options=None):
+        """Token ids of a prompt (text, or a list of {role, content}), with the chat template and options unless raw."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         for text in [system or "", *(message["content"] for message in messages)]:
             check_text(text)
@@ -207,13 +207,17 @@ class Target:
             return list(self.tokenizer.encode(text))
         if system:
             messages = [{"role": "system", "content": system}, *messages]
+        return list(self.tokenizer.encode(self.render(messages, options), add_special_tokens=False))
+
+    def render(self, messages, options=None, *, generation=True):
+        """The chat template's text of messages, up to where the assistant is to go on; options: more keywords."""
+        options = {"add_generation_prompt": generation} | (options or {})
         try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except Exception as error:  # a template is the checkpoint's own program
             roles = ", ".join(message["role"] for message in messages)
             reason = " ".join(str(error).split())
             raise UserError(f"target {self.source}: its chat template refuses the roles {roles} ({reason})") from error
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
 
 def check_text(text):

@@ -83,6 +83,64 @@ def test_a_text_that_is_no_utf8_is_refused(tmp_path):
         prompts.read_prompts(tmp_path / "a.txt")
 
 
+# Datasets.
+
+
+@pytest.fixture
+def table(tmp_path):
+    """save(split=rows): a folder that `datasets.load_dataset` takes as it takes a name on the hub."""
+
+    def save(**splits):
+        for split, rows in splits.items():
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            (tmp_path / "table").mkdir(exist_ok=True)
+            (tmp_path / "table" / f"{split}.jsonl").write_text(lines)
+        return f"hf:{tmp_path / 'table'}"
+
+    return save
+
+
+def texts(name, **options):
+    return [prompt.text for prompt in prompts.read_dataset(name, **options)[0]]
+
+
+def test_a_dataset_gives_its_split_and_column(table):
+    name = table(train=[{"question": f"q{n}", "answer": f"a{n}"} for n in range(5)], test=[{"question": "t"}])
+    assert texts(name) == [f"q{n}" for n in range(5)]
+    assert texts(f"{name}:test") == ["t"]
+    assert texts(f"{name}:train[:2]:answer") == ["a0", "a1"]
+    found, digest = prompts.read_dataset(f"{name}:train", system="Be brief.")
+    assert {prompt.source for prompt in found} == {"table"}
+    assert found[0].messages[0] == {"role": "system", "content": "Be brief."}
+    assert digest == prompts.read_dataset(name)[1] != prompts.read_dataset(f"{name}:train[:2]")[1]
+
+
+def test_a_conversation_asks_its_first_user_turn_and_rows_without_one_have_no_text(table):
+    talk = [{"role": "system", "content": "old"}, {"role": "user", "content": " hi "}, {"role": "user", "content": "b"}]
+    name = table(train=[{"messages": talk}, {"messages": [{"role": "assistant", "content": "x"}]}, {"messages": []}])
+    assert texts(name) == ["hi", "", ""]
+    assert texts(table(train=[{"turns": ["one", "two"]}, {"turns": None}])) == ["one", ""]
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (":validation", "cannot be loaded .*; check its name and split"),
+        (":train:prompt", r"no column of prompts \(found title\); name one as"),
+        ("", r"no column of prompts \(found title\)"),
+        (":a:b:c:d", r"expected hf:NAME\[:SPLIT"),
+    ],
+)
+def test_a_dataset_that_gives_no_prompts_is_refused(table, more, named):
+    with pytest.raises(UserError, match=named):
+        prompts.read_dataset(table(train=[{"title": "x"}]) + more)
+
+
+def test_a_dataset_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(UserError, match="cannot be loaded"):
+        prompts.read_dataset(f"hf:{tmp_path / 'none'}")
+
+
 # Templates.
 
 

@@ -21,12 +21,16 @@ import oracles
 import tiny
 from drafter import answers, manifest, synthesis
 from drafter import target as targets
+from drafter.conversations import Author, Recipe
+from drafter.journal import Journal
+from drafter.overlap import HeldOut
 from drafter.prompts import Prompt
 from kernels.errors import UserError
 
 TEXT = "the river mill stood by old grain counted sacks while words model small add first second print def"
 WORDS = TEXT.split()  # in the tokenizer's training text
 CAP = 23
+SHARD = "answers-00000.jsonl.gz"
 TIE = 1e-4  # float32: two logits closer than this may change places when rows are computed together
 
 
@@ -80,20 +84,21 @@ def llama(load):
 
 
 def settings(**changes):
-    """Arguments of a run."""
-    return {
-        "data": [{"name": "words", "sha256": "0"}],
-        "argv": ["--prompts", "words"],
-        "seed": 1,
-        "temperatures": (0.0,),
-        "max_tokens": CAP,
-        "batch_size": 5,
-    } | changes
+    """Arguments of a run; what a Recipe has goes into one."""
+    names = {field.name for field in dataclasses.fields(Recipe)} & changes.keys()
+    recipe = {"seed": 1, "max_tokens": CAP} | {name: changes.pop(name) for name in names}
+    shared = {"data": [{"name": "words", "sha256": "0"}], "argv": ["--prompts", "words"], "batch_size": 5}
+    return shared | {"recipe": Recipe(**recipe)} | changes
 
 
-def rows_of(folder):
-    lines = gzip.decompress((folder / "answers.jsonl.gz").read_bytes()).splitlines()
-    return [json.loads(line) for line in lines]
+def author(target, **changes):
+    """Who makes a run's jobs."""
+    return Author(target, Recipe(seed=1, max_tokens=CAP, **changes), HeldOut(()))
+
+
+def rows_of(folder, name="answers"):
+    shards = sorted(folder.glob(f"{name}-*.jsonl.gz"))
+    return [json.loads(line) for shard in shards for line in gzip.decompress(shard.read_bytes()).splitlines()]
 
 
 def cut(tokens, eos_ids):
@@ -156,7 +161,8 @@ def test_counts_account_for_every_prompt(llama, tmp_path):
     ids = {row["id"] for row in rows_of(tmp_path / "run")}
     assert prompts[5].id not in ids
     record = manifest.verify(tmp_path / "run")
-    assert (record.kind, record.extra, record.target) == ("synthesis", dataclasses.asdict(counts), llama.identity())
+    assert (record.kind, record.target) == ("synthesis", llama.identity())
+    assert record.extra == dataclasses.asdict(counts) | {"template_options": {}, "thinking": None}
 
 
 # Sampling.
@@ -164,10 +170,10 @@ def test_counts_account_for_every_prompt(llama, tmp_path):
 
 def test_sampled_rows_follow_their_temperature_and_greedy_rows_do_not_move():
     logits = mx.array([[0.3, 1.1, -0.7, 0.9, 0.0]])
-    draws, keys = 6000, answers.random_keys(3, "test")
-    temperatures = mx.array([[0.0], [0.5], [2.0]])
-    drawn = mx.stack([answers.draw_tokens(mx.repeat(logits, 3, 0), temperatures, keys) for _ in range(draws)])
-    drawn = np.array(drawn)  # [draws, 3]
+    draws = 6000
+    temperatures = mx.array([[0.0], [0.5], [2.0]] * draws)
+    keys = mx.array([[7, number] for number in range(3 * draws)], mx.uint32)  # as tokens of one answer have them
+    drawn = np.array(answers.draw_tokens(mx.repeat(logits, 3 * draws, 0), temperatures, keys)).reshape(draws, 3)
     assert set(drawn[:, 0]) == {1}
     for row, temperature in ((1, 0.5), (2, 2.0)):
         weights = [math.exp(value / temperature) for value in logits[0].tolist()]
@@ -193,9 +199,9 @@ def test_a_mix_of_temperatures_leaves_the_greedy_answers_alone(llama, tmp_path):
 
 def test_temperatures_are_a_prompt_s_own(llama):
     prompts = make_prompts(400)
-    shared = {"temperatures": (0.0, 0.7), "max_tokens": CAP, "seed": 1}
-    _, jobs = synthesis.plan(llama, prompts, **shared)
-    _, fewer = synthesis.plan(llama, prompts[::-1][:50], **shared)
+    mixed = author(llama, temperatures=(0.0, 0.7))
+    jobs, _ = synthesis.plan(mixed, prompts)
+    fewer, _ = synthesis.plan(mixed, prompts[::-1][:50])
     chosen = {job.id: job.temperature for job in jobs}
     assert all(chosen[job.id] == job.temperature for job in fewer)
     assert 150 < sum(job.temperature > 0 for job in jobs) < 250  # 200 expected, standard deviation 10
@@ -234,9 +240,9 @@ def test_an_interrupted_run_continues_to_the_same_answers(llama, whole, tmp_path
             synthesis.run(llama, make_prompts(14), tmp_path, **settings(progress=stop_after(count)))
         assert not (tmp_path / "manifest.json").exists()
     synthesis.run(llama, make_prompts(14), tmp_path, **settings())
-    assert (tmp_path / "answers.jsonl.gz").read_bytes() == (whole / "answers.jsonl.gz").read_bytes()
+    assert (tmp_path / SHARD).read_bytes() == (whole / SHARD).read_bytes()
     assert manifest.verify(tmp_path).extra == manifest.verify(whole).extra
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["answers.jsonl.gz", "manifest.json", "settings.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [SHARD, "manifest.json", "settings.json"]
 
 
 def test_a_torn_last_line_is_answered_again(llama, whole, tmp_path):
@@ -247,13 +253,13 @@ def test_a_torn_last_line_is_answered_again(llama, whole, tmp_path):
     assert len(lines) >= 2
     working.write_bytes(b"".join(lines[:-1]) + lines[-1][:-9])
     synthesis.run(llama, make_prompts(14), tmp_path, **settings())
-    assert (tmp_path / "answers.jsonl.gz").read_bytes() == (whole / "answers.jsonl.gz").read_bytes()
+    assert (tmp_path / SHARD).read_bytes() == (whole / SHARD).read_bytes()
 
 
-@pytest.mark.parametrize("kept", [("answers.jsonl.gz",), ("answers.jsonl.gz", "answers.jsonl"), ("answers.jsonl",)])
+@pytest.mark.parametrize("kept", [(SHARD,), (SHARD, "answers.jsonl"), ("answers.jsonl",)])
 def test_a_run_killed_while_it_was_closing_is_closed_again(llama, whole, tmp_path, kept):
-    packed = (whole / "answers.jsonl.gz").read_bytes()
-    content = {"answers.jsonl.gz": packed, "answers.jsonl": gzip.decompress(packed)}
+    packed = (whole / SHARD).read_bytes()
+    content = {SHARD: packed, "answers.jsonl": gzip.decompress(packed)}
     for name in kept:
         (tmp_path / name).write_bytes(content[name])
     (tmp_path / "settings.json").write_bytes((whole / "settings.json").read_bytes())
@@ -262,7 +268,7 @@ def test_a_run_killed_while_it_was_closing_is_closed_again(llama, whole, tmp_pat
 
 
 def test_a_damaged_line_in_the_middle_is_refused_with_its_number(llama, whole, tmp_path):
-    lines = gzip.decompress((whole / "answers.jsonl.gz").read_bytes()).splitlines(keepends=True)
+    lines = gzip.decompress((whole / SHARD).read_bytes()).splitlines(keepends=True)
     (tmp_path / "answers.jsonl").write_bytes(lines[0] + b'{"id": \n' + lines[1])
     (tmp_path / "settings.json").write_bytes((whole / "settings.json").read_bytes())
     with pytest.raises(UserError, match=r"answers\.jsonl line 2: not JSON"):
@@ -275,7 +281,7 @@ def test_a_finished_run_is_left_as_it_is_and_a_longer_one_adds_to_it(llama, whol
     assert synthesis.run(llama, make_prompts(14)[:9], tmp_path, **settings()) == first
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert synthesis.run(llama, make_prompts(14), tmp_path, **settings()).input == 14
-    assert (tmp_path / "answers.jsonl.gz").read_bytes() == (whole / "answers.jsonl.gz").read_bytes()
+    assert (tmp_path / SHARD).read_bytes() == (whole / SHARD).read_bytes()
     fewer = synthesis.run(llama, make_prompts(14)[:3], tmp_path, **settings())
     assert fewer.input == fewer.written + sum(fewer.failed.values())
 
@@ -301,10 +307,10 @@ def test_a_run_is_not_continued_by_another_target(load, whole):
 
 def test_a_changed_byte_is_found_before_anything_is_added(llama, tmp_path):
     synthesis.run(llama, make_prompts(6), tmp_path, **settings())
-    data = bytearray((tmp_path / "answers.jsonl.gz").read_bytes())
+    data = bytearray((tmp_path / SHARD).read_bytes())
     data[40] ^= 1
-    (tmp_path / "answers.jsonl.gz").write_bytes(data)
-    with pytest.raises(UserError, match=r"answers\.jsonl\.gz: changed file"):
+    (tmp_path / SHARD).write_bytes(data)
+    with pytest.raises(UserError, match=r"answers-00000\.jsonl\.gz: changed file"):
         synthesis.run(llama, make_prompts(14), tmp_path, **settings())
 
 
@@ -325,14 +331,31 @@ def test_a_time_limit_finishes_the_answers_begun_and_leaves_the_rest(llama, whol
     assert early.written >= 5, "the first batch was begun, so it is finished"
     assert manifest.verify(tmp_path).extra["remaining"] == early.remaining
     synthesis.run(llama, make_prompts(14), tmp_path, **settings())
-    assert (tmp_path / "answers.jsonl.gz").read_bytes() == (whole / "answers.jsonl.gz").read_bytes()
+    assert (tmp_path / SHARD).read_bytes() == (whole / SHARD).read_bytes()
+
+
+def test_a_batch_that_mlx_refuses_is_one_line_and_keeps_what_is_written(llama, whole, tmp_path, monkeypatch):
+    steps, real = iter(range(10**6)), answers.BatchGenerator.next
+
+    def refuse(generator):
+        if next(steps) == 40:
+            raise RuntimeError("cudaGraphAddKernelNode(\n&node) failed: invalid argument")
+        return real(generator)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(answers.BatchGenerator, "next", refuse)
+        with pytest.raises(UserError, match=r"--batch-size 5: MLX refuses it \(cuda.* invalid argument\); what is"):
+            synthesis.run(llama, make_prompts(14), tmp_path, **settings())
+    assert (tmp_path / "answers.jsonl").read_bytes().count(b"\n") >= 3
+    synthesis.run(llama, make_prompts(14), tmp_path, **settings(batch_size=2))
+    assert (tmp_path / SHARD).read_bytes() == (whole / SHARD).read_bytes()
 
 
 # Disks.
 
 
 def test_a_failed_append_takes_back_what_it_wrote(tmp_path, monkeypatch):
-    journal = synthesis.Journal(tmp_path)
+    journal = Journal(tmp_path, "answers", 10)
     journal.append([{"id": "a"}])
 
     def refuse(handle):
@@ -346,7 +369,7 @@ def test_a_failed_append_takes_back_what_it_wrote(tmp_path, monkeypatch):
 
 def test_a_full_disk_keeps_whole_lines(tmp_path):
     with small_disk(tmp_path / "disk") as disk:
-        journal = synthesis.Journal(disk)
+        journal = Journal(disk, "answers", 10)
         with pytest.raises(OSError, match=r"answers\.jsonl") as caught:
             for n in range(1000):
                 journal.append([{"id": str(n), "text": "x" * 999}])

@@ -3,7 +3,10 @@
 import gzip
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
 
 import pytest
 import synthesize
@@ -46,8 +49,8 @@ def prompts(tmp_path):
 
 def rows_of(folder):
     """The answers of a finished run."""
-    lines = gzip.decompress((folder / "answers.jsonl.gz").read_bytes()).splitlines()
-    return [json.loads(line) for line in lines]
+    shards = sorted(folder.glob("answers-*.jsonl.gz"))
+    return [json.loads(line) for shard in shards for line in gzip.decompress(shard.read_bytes()).splitlines()]
 
 
 def arguments(target, prompts, out, *more):
@@ -115,6 +118,9 @@ def test_templates_limits_temperatures_and_system_turns_are_applied(command, tar
         (["--temperature", "0,warm"], "--temperature: invalid"),
         (["--temperature", "-1"], "--temperature: "),
         (["--minutes", "nan"], "--minutes: invalid"),
+        (["--template-option", "thinking"], "--template-option: invalid"),
+        (["--template-option", "thinking=false"], "--template-option thinking: the chat template does not use it"),
+        (["--user-temperature", "inf"], "--user-temperature: invalid"),
         (["--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
         (["--held-out", "none.jsonl"], "--held-out none.jsonl: not found"),
         (["--target", "smollm3"], "smollm3"),
@@ -146,6 +152,101 @@ def test_prompts_that_cannot_be_answered_are_one_line(command, target, tmp_path,
     assert (code, closing["status"]) == (2, "refused")
     assert named in closing["error"]
     assert not (tmp_path / "run").exists()
+
+
+def test_nothing_to_answer_is_one_line(command, target, tmp_path):
+    code, closing, *_ = command("--target", target, "--out", tmp_path / "run")
+    assert (code, closing["status"]) == (2, "refused")
+    assert "give --prompts, or --self-prompts" in closing["error"]
+
+
+def test_a_dataset_and_the_target_itself_give_prompts(command, tmp_path):
+    folder = tiny.folder("llama", tmp_path)
+    (tmp_path / "table").mkdir()
+    (tmp_path / "table" / "train.jsonl").write_text('{"question": "the river"}\n{"question": null}\n')
+    more = ("--self-prompts", 6, "--user-temperature", 0.3, "--script", "latin", "--shard-rows", 2)
+    code, closing, card, _ = command(*arguments(folder, f"hf:{tmp_path / 'table'}", tmp_path / "run", *more))
+    assert code == 0
+    assert "2 of 2, and 6 the target writes" in card
+    assert closing["input"] == 8 == closing["written"] + sum(closing["skipped"].values())
+    assert closing["skipped"]["no text"] == 1
+    record = manifests.verify(tmp_path / "run")
+    assert [entry["name"] for entry in record.data] == ["table", "self-prompts"]
+    assert len([name for name in record.files if name.startswith("answers-")]) == -(-closing["written"] // 2) > 1
+    assert {row["source"] for row in rows_of(tmp_path / "run")} == {"table", "self-prompts"}
+
+
+# Kills.
+
+DRIVER = """
+import sys, time
+sys.path.insert(0, {scripts!r})
+import edge, synthesize
+synthesize.prepare()
+from drafter import journal, synthesis
+def slowly(*arguments, real=journal.write_shard):
+    real(*arguments)
+    time.sleep(0.2)
+journal.write_shard = slowly
+synthesis.FLUSH_SECONDS = 0
+edge.run(synthesize.main)
+"""
+
+
+def lines(path):
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+MOMENTS = {
+    "while the target writes prompts": lambda out: lines(out / "prompts.jsonl") >= 3,
+    "while the prompts are packed": lambda out: (out / "prompts-00001.jsonl.gz").exists(),
+    "while it answers": lambda out: lines(out / "answers.jsonl") >= 9,
+    "while the answers are packed": lambda out: (out / "answers-00001.jsonl.gz").exists(),
+}
+
+
+def start(argv):
+    """The command in a process of its own, which flushes every row and packs slowly."""
+    code = DRIVER.format(scripts=str(edge.ROOT / "scripts"))
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, argv)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_a_run_killed_again_and_again_loses_nothing_and_doubles_nothing(tmp_path):
+    """One run, killed by the system at four moments one after another, ends in the bytes of a run left alone."""
+    ends = [tiny.SPECIAL.index("<|im_end|>"), *(tiny.tokenizer().token_to_id(letter) for letter in "jkvwxyzJKVWXYZ)")]
+    folder = tiny.folder("llama", tmp_path, chat_template=True, eos_token_id=ends)
+    (tmp_path / "words.txt").write_text("".join(f"the mill {n} ran\n" for n in range(12)))
+    more = ("--self-prompts", 40, "--turns", 2, "--user-temperature", 0.4, "--temperature", "0,0.6", "--shard-rows", 8)
+    killed = []
+    for moment in MOMENTS.values():
+        process = start(arguments(folder, tmp_path / "words.txt", tmp_path / "killed", *more))
+        while process.poll() is None and not moment(tmp_path / "killed"):
+            time.sleep(0.005)
+        process.kill()
+        process.communicate()
+        killed.append(process.returncode)
+        assert not (tmp_path / "killed" / "manifest.json").exists()
+    assert killed == [-signal.SIGKILL] * len(MOMENTS)
+    closings = []
+    for out in (tmp_path / "killed", tmp_path / "whole"):
+        process = start(arguments(folder, tmp_path / "words.txt", out, *more))
+        output, errors = process.communicate()
+        assert process.returncode == 0, errors
+        closings.append(json.loads(output.splitlines()[-1]))
+        manifests.verify(out)
+    names = ("input", "written", "remaining", "answer_tokens", "skipped", "failed")
+    first, second = ({name: closing[name] for name in names} for closing in closings)
+    assert first == second
+    assert first["written"] > 16
+    contents = [
+        {path.name: path.read_bytes() for path in out.glob("*.gz")} for out in (tmp_path / "killed", tmp_path / "whole")
+    ]
+    assert contents[0] == contents[1]
+    ids = [row["id"] for row in rows_of(tmp_path / "killed")]
+    assert len(ids) == len(set(ids)) == first["written"]
+    assert not list((tmp_path / "killed").glob("*.jsonl"))
 
 
 def test_a_corrupt_target_is_one_line(command, prompts, tmp_path):
@@ -187,7 +288,7 @@ def test_a_full_disk_leaves_a_run_that_can_be_continued(command, target, prompts
         assert code == 2
         assert "no space left on device; free some space" in closing["error"]
         left = {path.name for path in (disk / "run").iterdir()}
-        assert left <= {"settings.json", "answers.jsonl"}
+        assert left <= {"settings.json", "answers.jsonl", "left_out.jsonl"}
         (disk / "ballast").unlink()
         code, closing, *_ = command(*arguments(target, prompts, disk / "run"))
         assert code == 0
