@@ -5,13 +5,13 @@ from its first answer token by accepted + 1, as decoding would. Averaging over a
 served: a walk visits the hard positions more often, and loops inflate the average.
 """
 
+import collections
 import dataclasses
 
 import mlx.core as mx
 import numpy as np
 
-from drafter import synthesis
-from drafter.prompts import Prompt
+from drafter import answers
 
 TEXT_PROMPT = 32  # tokens of plain text that a walk begins after (assumed)
 BLOCKS_PER_PASS = 256  # anchors drafted from at once over all rows; bounds memory (assumed)
@@ -52,11 +52,9 @@ def held_out_prompts(rows, count):
 
 def greedy_texts(target, prompts, max_tokens, batch_size=16):
     """The target's own greedy answers to token-id prompts, cut at max_tokens; texts of one token are left out."""
-    jobs = [synthesis.Job(str(i), Prompt((), "walk"), list(ids), 0.0) for i, ids in enumerate(prompts)]
-    answers = synthesis.answer(
-        target, jobs, batch_size=batch_size, max_tokens=max_tokens, keys=synthesis.random_keys(0, "walk")
-    )
-    found = {int(job.id): Text(tuple(job.tokens), tuple(tokens)) for job, tokens, _ in answers}
+    jobs = collections.deque(answers.Job(str(i), None, list(ids), 0.0, max_tokens) for i, ids in enumerate(prompts))
+    written = answers.answer(target, jobs, batch_size=batch_size, seed=0)
+    found = {int(job.id): Text(tuple(job.tokens), tuple(tokens)) for job, tokens, _ in written}
     return [found[i] for i in sorted(found) if len(found[i].answer) > 1]
 
 

@@ -272,6 +272,6 @@ def test_prompts_are_spread_over_the_rows_and_no_more_than_asked():
 
 def test_a_target_that_ends_every_answer_at_once_has_no_tau(llama, prompts, monkeypatch):
     """Nothing is left to walk; training once ended in a traceback at its first validation."""
-    monkeypatch.setattr(synthesis, "answer", lambda target, jobs, **_: [(job, [2], "stop") for job in jobs])
+    monkeypatch.setattr(walk.answers, "answer", lambda target, jobs, **_: [(job, [2], "stop") for job in jobs])
     texts = walk.greedy_texts(llama, prompts, CAP)
     assert walk.walked_tau(llama, untrained(llama), texts, B) == walk.Tau(0.0, 0.0, 0, 0)
