@@ -9,7 +9,7 @@ import dataclasses
 
 import mlx.core as mx
 
-from drafter import heads
+from drafter import drafting, heads
 from drafter.dflash import DFlash
 from kernels.errors import UserError
 
@@ -63,27 +63,26 @@ class DFlashProposer(Proposer):
     """
 
     def __init__(self, target, drafter, block_size=None):
-        self.target, self.drafter = target, drafter
+        self.target, self.drafter, self.route = target, drafter, drafting.fastest(target, drafter)
         self.block_size = drafter.config.block_size
         self.rows = block_size or self.block_size
         self.name = f"dflash-{self.rows}"
         self.taps = tuple(drafter.config.target_layer_ids)
-        self.cache = drafter.make_cache()
+        self.cache = self.route.make_cache()
 
     def begin(self, tokens, taps):
         """Start an empty context with the prompt's first rows."""
-        self.cache = self.drafter.make_cache()
+        self.cache = self.route.make_cache()
         self.observe(tokens, taps)
 
     def observe(self, tokens, taps):
-        """Fuse the rows' taps and append them to the context; nothing is evaluated."""
-        self.drafter.extend(self.cache, self.drafter.fuse(taps))
+        """Append the rows, by their taps, to the context; nothing is evaluated."""
+        self.route.extend(self.cache, taps)
 
     def propose(self, pending, count):
         """Draft one block of B rows and take the likeliest tokens of slots 1..count, left on the device."""
-        block = self.drafter.noise(self.target, mx.array([[pending]], mx.uint32), max(self.rows, count + 1))
-        hidden = self.drafter.draft(self.cache, block)[0, 1 : count + 1]  # [K,D]
         pending = mx.array(pending, mx.uint32)
+        hidden = self.route.draft(self.cache, pending[None, None], max(self.rows, count + 1))[0, 1 : count + 1]  # [K,D]
         tokens = self.drafter.propose(self.target, hidden, pending).tokens
         if self.drafter.confidence_head is None:
             return Proposal(tokens)
@@ -92,7 +91,7 @@ class DFlashProposer(Proposer):
 
     def state(self):
         """The context's keys and values."""
-        return [layer.state for layer in self.cache.layers]
+        return self.route.state(self.cache)
 
 
 class PromptLookup(Proposer):

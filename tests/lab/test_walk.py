@@ -11,7 +11,7 @@ import tiny
 from decode import cycle, proposers, schedule
 from decode.lab import walk
 from drafter import config as configuration
-from drafter import corpus, dflash, objective, synthesis, trainer
+from drafter import corpus, dflash, objective, trainer
 from drafter import target as targets
 from drafter.documents import Document
 
