@@ -173,14 +173,17 @@ class Session:
             seed=settings.seed,
         )
         before = self.target.live_digest()
+        evaluators = [self.validation(goal), self.walk()]
         with Log(self.run, self.config, start) as log, interruptible(self):
             try:
+                if self.warm_start and start == 0:  # where the curve of what adapting recovers begins
+                    log({"step": 0, **trainer.evaluate(self.drafter, evaluators)})
                 done = trainer.fit(
                     loop,
                     feed,
                     start=start,
                     options=settings,
-                    evaluators=[self.validation(goal), self.walk()],
+                    evaluators=evaluators,
                     save=lambda step, figures: self.save(loop, step, figures, log),
                     log=log,
                     stopping=lambda: self.stop,

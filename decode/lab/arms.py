@@ -36,13 +36,17 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One way of decoding; kind is mlx_lm, plain, ngram or dflash, and block_size is None for the first two."""
+    """One way of decoding; kind is mlx_lm, plain, ngram or dflash, and block_size is None for the first two.
+
+    part: which part of an evaluation it belongs to, where arms of several targets are compared side by side.
+    """
 
     name: str
     kind: str
     block_size: int | None
     target: Target
     proposer: Proposer | None = None
+    part: str | None = None
 
     def run(self, tokens, max_tokens, clock=None):
         """Decode a prompt (T ids) as a caller would, timed where each emitted token reaches the caller. Returns Run.
@@ -125,6 +129,19 @@ def ksweep(target, drafter, block_sizes, ngrams, ngram_block_size):
         *(Arm(f"ngram-{n}", "ngram", ngram_block_size, target, PromptLookup(n)) for n in ngrams),
         *(Arm(f"dflash-{B}", "dflash", B, target, DFlashProposer(target, drafter, B)) for B in block_sizes),
     ]
+
+
+def carried(target, drafter, path):
+    """A drafter made for another target, for this one: loaded for it, or the same untrained control.
+
+    Raises UserError where the target's shape does not take it.
+    """
+    return open_drafter(target, path, allow_mismatch=True)[0] if path else drafter
+
+
+def within(part, compared):
+    """The arms as arms of one part of an evaluation."""
+    return [dataclasses.replace(arm, part=part) for arm in compared]
 
 
 def open_drafter(target, path, *, allow_mismatch):

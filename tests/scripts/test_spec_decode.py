@@ -11,6 +11,8 @@ import pytest
 import spec_decode
 
 import edge
+import evaluate
+import opening
 import tiny
 from decode import transaction
 from decode.lab import arms
@@ -118,7 +120,7 @@ def test_help_names_the_commands_that_exist_and_no_other(capsys):
     shown = capsys.readouterr().out
     listed = shown.split("positional arguments:")[1].splitlines()
     named = [line.split()[0] for line in listed if line.startswith("    ")]
-    assert named == ["generate", "ksweep", "cost", "report"]
+    assert named == ["generate", "ksweep", "cost", *evaluate.COMMANDS, "report"]
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +225,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_line_exit_2_and_leaves_nothing(command, target, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(spec_decode, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(opening, "RUNS", tmp_path / "runs")
     (tmp_path / "good.jsonl").write_text('{"prompt": "mill"}\n')
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "bad.jsonl").write_text('{"prompt": "mill"}\n{"prompt" "mill"}\n')
@@ -245,7 +247,7 @@ def test_a_disk_that_takes_no_result_is_refused_early(command, target, asked, tm
         def write(self, data):
             raise OSError(number, "no")
 
-    monkeypatch.setattr(spec_decode.tempfile, "NamedTemporaryFile", lambda **options: Full())
+    monkeypatch.setattr(opening.tempfile, "NamedTemporaryFile", lambda **options: Full())
     monkeypatch.setattr(spec_decode, "open_models", lambda *given: pytest.fail("the target was loaded"))
     code, closing, _, err = command(*small(target, asked, tmp_path / "result.json"))
     assert code == 2 and closing["status"] == "refused"
@@ -253,7 +255,7 @@ def test_a_disk_that_takes_no_result_is_refused_early(command, target, asked, tm
 
 
 def test_the_probe_leaves_no_file(tmp_path):
-    spec_decode.refuse_unwritable(tmp_path / "a" / "b.json")
+    opening.refuse_unwritable(tmp_path / "a" / "b.json")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,0 +1,189 @@
+"""The evaluations besides ksweep: what each asks, how it is set up, and what its closing line says."""
+
+import pathlib
+import sys
+
+from kernels.errors import UserError
+from opening import (
+    BLOCK,
+    add_models,
+    add_plan,
+    default_out,
+    identity_card,
+    open_models,
+    progress,
+    refuse_unwritable,
+    several,
+    show_card,
+)
+
+DRAFTED = 8  # rows of a block where none is asked for: what the shipped drafters are fastest at, or near it
+
+
+def add_transfer(parser, smoke=False):
+    """transfer's options."""
+    add_models(parser, omitted="an untrained control")
+    add = parser.add_argument
+    add("--variants", nargs="+", required=True, metavar="T", help="modified targets: folders, names or hub ids")
+    add("--block-sizes", type=several(2, BLOCK), metavar="B,…", help=f"DFlash arms ({DRAFTED}, or as D was trained)")
+    add_plan(parser, "transfer", smoke=smoke)
+
+
+def transfer(options, argv):
+    """Measure one drafter on its own target and on variants of it, and say whether to keep, adapt or retrain it."""
+    chosen, out = opened(options)
+    parts = named((options.target, *options.variants))
+    stock, drafter, identity = open_stock(options)
+    locate(options.variants, options.dtype)
+    sizes = sizes_for(options, drafter)
+    header = heading(options, argv, stock, identity, chosen, block_sizes=sizes)
+    lines = {"variants": ", ".join([*parts][1:]), "arms": f"mlx_lm, plain, dflash at {sizes}"}
+    show_card(card(options, stock, identity, chosen) | lines, sys.stdout)
+    from decode.lab import experiment
+
+    own, *others = parts
+    prompts = encoded(options, stock, chosen)
+    results = [measured(options, header, own, stock, drafter, sizes, prompts)]
+    answers = {row["prompt"]: row["tokens"] for row in results[0]["rows"] if row["arm"] == "plain"}
+    targets, agreed = [{"part": own, **stock.identity()}], []
+    for part in others:
+        target = open_variant(parts[part], stock, options)
+        prompts = encoded(options, target, chosen)
+        results.append(measured(options, header, part, target, drafter, sizes, prompts))
+        agreed += compare(part, stock, target, prompts, answers)
+        targets.append({"part": part, **target.identity()})
+    result = experiment.join(header, results) | {"targets": targets, "agreement": agreed}
+    found = finish(result, out)
+    return found | {"verdicts": {one["part"]: one["verdict"] for one in result["findings"]["targets"][1:]}}
+
+
+def measured(options, header, part, target, drafter, sizes, prompts):
+    """The result of one target of a transfer."""
+    from decode.lab import arms, experiment
+
+    mine = drafter if target.identity() == header["target"] else arms.carried(target, drafter, options.drafter)
+    compared = arms.within(part, arms.ksweep(target, mine, sizes, (), None))
+    bar = lambda items, *, total, desc: progress(items, total=total, desc=f"{part} {desc}")
+    return experiment.run(header, compared, prompts, timing_plan(options), bar)
+
+
+def open_variant(name, stock, options):
+    """A variant, loaded; refused where its tokens do not mean what the stock target's mean."""
+    from decode.lab import agreement
+    from drafter import target as targets
+
+    target = targets.load(name, dtype=options.dtype)
+    agreement.refuse_tokenizer(stock, target)
+    return target
+
+
+def compare(part, stock, target, prompts, answers):
+    """The agreement rows of one variant."""
+    from decode.lab import agreement
+
+    return [row | {"part": part} for row in agreement.on_answers(stock, target, prompts, answers)]
+
+
+# What the evaluations share.
+
+
+def opened(options):
+    """(the prompt set, where the result goes), both checked before anything is loaded."""
+    from decode.lab import prompts
+
+    chosen = prompts.load(options.prompts, options.limit)
+    out = options.out or default_out(options.command, options.target)
+    refuse_unwritable(out)
+    return chosen, out
+
+
+def open_stock(options):
+    """open_models, the untrained control as wide as the widest block asked for."""
+    sizes = options.block_sizes or (DRAFTED,)
+    return open_models(options, {"block_size": max(sizes), "seed": options.seed})
+
+
+def sizes_for(options, drafter):
+    """The block sizes asked for, else DRAFTED or the most that the drafter was trained at."""
+    return options.block_sizes or (min(DRAFTED, drafter.config.block_size),)
+
+
+def timing_plan(options):
+    """The timing.Plan that the options ask for."""
+    from decode.lab import timing
+
+    return timing.Plan(options.max_tokens, options.repeats, options.warmup)
+
+
+def encoded(options, target, chosen):
+    """The prompts, encoded by a target and checked against its context."""
+    from decode.lab import experiment
+
+    return experiment.encode(target, chosen.prompts, timing_plan(options), raw=options.raw)
+
+
+def heading(options, argv, target, identity, chosen, **found):
+    """The head of a result: options as asked and as found."""
+    from decode.lab import experiment
+
+    asked = {name: value for name, value in vars(options).items() if name not in ("command", "out")}
+    found |= {"prompts": chosen.identity(), "raw_reason": target.raw_reason(options.raw)}
+    return experiment.header(options.command, argv, asked | found, target, identity)
+
+
+def card(options, target, identity, chosen):
+    """The card's lines of an evaluation over prompts."""
+    reason = target.raw_reason(options.raw)
+    plan = timing_plan(options)
+    return {
+        **identity_card(target, identity),
+        "prompts": f"{len(chosen.prompts)} of {chosen.total} of {chosen.name}  sha256 {chosen.sha256[:16]}…  "
+        f"({chosen.identity()['turns']}; {f'fed raw: {reason}' if reason else 'chat template applied'})",
+        "plan": f"at most {plan.max_tokens} tokens, {plan.repeats} repeat(s) after {plan.warmup} warm-up run(s) an arm"
+        f"{'; SMOKE: nothing here is a measurement' if options.smoke else ''}",
+    }
+
+
+def finish(result, out):
+    """Add the findings, print every table, write the result; returns the closing figures."""
+    from decode.lab import report
+    from drafter import manifest
+
+    result["findings"] = report.findings(result)
+    print(report.text(result, result["arms"]), flush=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    manifest.write_json(out, result)
+    defects = sum(arm["divergences"]["defect"] for arm in result["arms"] if arm["divergences"])
+    flagged = len(result["health"]["flagged_rows"])
+    return {"status": "failed" if defects else "done", "out": str(out), "defects": defects, "flagged_rows": flagged}
+
+
+def named(names):
+    """{short name: the name given} of several targets. Raises UserError where two would be called the same."""
+    parts = {}
+    for name in names:
+        short = pathlib.PurePath(str(name).partition("@")[0]).name
+        if short in parts:
+            raise UserError(f"targets {parts[short]} and {name} are both called {short}; rename one folder")
+        parts[short] = name
+    return parts
+
+
+def locate(names, dtype):
+    """Find every target now: one that is missing is refused before an hour of measuring the others."""
+    from drafter import sources
+    from drafter import target as targets
+
+    for name in names:
+        sources.locate(name, dtype=dtype or targets.default_dtype())
+
+
+COMMANDS = {"transfer": transfer}  # in the order that --help lists
+ADDERS = {"transfer": add_transfer}
+
+
+def add_commands(commands, smoke):
+    """Add the parsers of all evaluations to spec_decode.py's own."""
+    for name, run in COMMANDS.items():
+        summary = run.__doc__.partition(":")[0].partition(",")[0].lower().rstrip(".")
+        ADDERS[name](commands.add_parser(name, help=summary, description=run.__doc__), smoke)
