@@ -15,12 +15,13 @@ from opening import (
     refuse_unwritable,
     several,
     show_card,
+    whole,
 )
 
 DRAFTED = 8  # rows of a block where none is asked for: what the shipped drafters are fastest at, or near it
 
 
-def add_transfer(parser, smoke=False):
+def add_transfer(parser, smoke):
     """transfer's options."""
     add_models(parser, omitted="an untrained control")
     add = parser.add_argument
@@ -84,6 +85,69 @@ def compare(part, stock, target, prompts, answers):
     return [row | {"part": part} for row in agreement.on_answers(stock, target, prompts, answers)]
 
 
+def add_context(parser, smoke):
+    """context's options."""
+    add_models(parser, omitted="an untrained control")
+    add = parser.add_argument
+    add("--lengths", type=several(2), default=(512, 2048), metavar="T,…", help="tokens in view (512,2048)")
+    add("--block-sizes", type=several(2, BLOCK), metavar="B,…", help=f"DFlash arms ({DRAFTED}, or as D was trained)")
+    add_plan(parser, "context", prompts="library", smoke=smoke, lengths=(24, 96))
+
+
+def context(options, argv):
+    """Time the same documents cut at several lengths, so that difficulty and length are not confounded."""
+    from decode.lab import lengths
+
+    out = place(options)
+    target, drafter, identity = open_stock(options)
+    count = options.limit or lengths.FEWEST
+    chosen, found = lengths.documents(options.prompts, target, max(options.lengths), count)
+    encoded = lengths.cut(chosen, options.lengths, target, options.max_tokens)
+    sizes, reason = sizes_for(options, drafter), "documents are continued as they stand"
+    header = headed(options, argv, target, identity, block_sizes=sizes, prompts=found, raw_reason=reason)
+    asked = f"{len(chosen)} of {found['name']}  sha256 {found['sha256'][:16]}…, at {options.lengths} tokens"
+    lines = {"documents": asked, "plan": plan_line(options), "arms": f"mlx_lm, plain, dflash at {sizes}"}
+    show_card(identity_card(target, identity) | lines, sys.stdout)
+    from decode.lab import arms, experiment, timing
+
+    plan = timing.Plan(options.max_tokens, options.repeats, options.warmup * len(options.lengths))  # each is warmed up
+    compared = arms.ksweep(target, drafter, sizes, (), None)
+    few = lengths.few(encoded, lengths.STAGED)
+    result = experiment.run(header, compared, encoded, plan, progress, few)
+    return finish(result, out) | {"documents": len(chosen)}
+
+
+def add_controls(parser, smoke):
+    """controls' options."""
+    add_models(parser, omitted="an untrained control")
+    add = parser.add_argument
+    add(
+        "--block-size",
+        type=whole(2, BLOCK),
+        metavar="B",
+        help=f"of every drafting arm ({DRAFTED}, or as D was trained)",
+    )
+    add("--ngram", type=several(1), default=(2, 3), metavar="N,…", help="prompt lookup controls (2,3)")
+    add_plan(parser, "controls", smoke=smoke)
+
+
+def controls(options, argv):
+    """Time a drafter beside its controls: untrained, shuffled, prompt lookup, and the baseline's own twin."""
+    chosen, out = opened(options)
+    target, drafter, identity = open_stock(options)
+    size = size_for(options, drafter)
+    from decode.lab import controls as lab
+    from decode.lab import experiment
+
+    compared = lab.arms(target, drafter, size, options.ngram, options.seed)
+    prompts = encoded(options, target, chosen)
+    header = heading(options, argv, target, identity, chosen, block_size=size)
+    show_card(card(options, target, identity, chosen) | {"arms": ", ".join(arm.name for arm in compared)}, sys.stdout)
+    result = experiment.run(header, compared, prompts, timing_plan(options), progress)
+    found = finish(result, out)
+    return found | {"floor": result["findings"]["floor"]} | best(result)
+
+
 # What the evaluations share.
 
 
@@ -91,21 +155,33 @@ def opened(options):
     """(the prompt set, where the result goes), both checked before anything is loaded."""
     from decode.lab import prompts
 
-    chosen = prompts.load(options.prompts, options.limit)
+    return prompts.load(options.prompts, options.limit), place(options)
+
+
+def place(options):
+    """Where the result goes, checked to be writable."""
     out = options.out or default_out(options.command, options.target)
     refuse_unwritable(out)
-    return chosen, out
+    return out
 
 
 def open_stock(options):
     """open_models, the untrained control as wide as the widest block asked for."""
-    sizes = options.block_sizes or (DRAFTED,)
+    sizes = vars(options).get("block_sizes") or (vars(options).get("block_size") or DRAFTED,)
     return open_models(options, {"block_size": max(sizes), "seed": options.seed})
 
 
 def sizes_for(options, drafter):
     """The block sizes asked for, else DRAFTED or the most that the drafter was trained at."""
     return options.block_sizes or (min(DRAFTED, drafter.config.block_size),)
+
+
+def size_for(options, drafter):
+    """The block size asked for, else DRAFTED or the most that the drafter was trained at. Raises UserError."""
+    from decode.schedule import Fixed
+
+    most = drafter.config.block_size
+    return Fixed(options.block_size or min(DRAFTED, most), most=most).size
 
 
 def timing_plan(options):
@@ -123,25 +199,36 @@ def encoded(options, target, chosen):
 
 
 def heading(options, argv, target, identity, chosen, **found):
+    """The head of a result over a prompt set: options as asked and as found."""
+    found |= {"prompts": chosen.identity(), "raw_reason": target.raw_reason(options.raw)}
+    return headed(options, argv, target, identity, **found)
+
+
+def headed(options, argv, target, identity, **found):
     """The head of a result: options as asked and as found."""
     from decode.lab import experiment
 
     asked = {name: value for name, value in vars(options).items() if name not in ("command", "out")}
-    found |= {"prompts": chosen.identity(), "raw_reason": target.raw_reason(options.raw)}
     return experiment.header(options.command, argv, asked | found, target, identity)
 
 
 def card(options, target, identity, chosen):
     """The card's lines of an evaluation over prompts."""
     reason = target.raw_reason(options.raw)
-    plan = timing_plan(options)
     return {
         **identity_card(target, identity),
         "prompts": f"{len(chosen.prompts)} of {chosen.total} of {chosen.name}  sha256 {chosen.sha256[:16]}…  "
         f"({chosen.identity()['turns']}; {f'fed raw: {reason}' if reason else 'chat template applied'})",
-        "plan": f"at most {plan.max_tokens} tokens, {plan.repeats} repeat(s) after {plan.warmup} warm-up run(s) an arm"
-        f"{'; SMOKE: nothing here is a measurement' if options.smoke else ''}",
+        "plan": plan_line(options),
     }
+
+
+def plan_line(options):
+    """How often and how far each arm runs."""
+    plan = timing_plan(options)
+    smoke = "; SMOKE: nothing here is a measurement" if options.smoke else ""
+    runs = f"{plan.repeats} repeat(s) after {plan.warmup} warm-up run(s) an arm"
+    return f"at most {plan.max_tokens} tokens, {runs}{smoke}"
 
 
 def finish(result, out):
@@ -156,6 +243,16 @@ def finish(result, out):
     defects = sum(arm["divergences"]["defect"] for arm in result["arms"] if arm["divergences"])
     flagged = len(result["health"]["flagged_rows"])
     return {"status": "failed" if defects else "done", "out": str(out), "defects": defects, "flagged_rows": flagged}
+
+
+def best(result):
+    """The drafter's fastest arm and its speedup; nothing where no arm of it emitted enough to have one."""
+    drafted = [arm for arm in result["arms"] if arm["kind"] == "dflash" and arm["speedup"]]
+    if not drafted:
+        return {"best": None}
+    fastest = max(drafted, key=lambda arm: arm["speedup"]["ratio"])
+    speedup = fastest["speedup"]
+    return {"best": fastest["name"], "speedup": speedup["ratio"], "interval": [speedup["low"], speedup["high"]]}
 
 
 def named(names):
@@ -178,8 +275,8 @@ def locate(names, dtype):
         sources.locate(name, dtype=dtype or targets.default_dtype())
 
 
-COMMANDS = {"transfer": transfer}  # in the order that --help lists
-ADDERS = {"transfer": add_transfer}
+COMMANDS = {"context": context, "controls": controls, "transfer": transfer}  # in the order that --help lists
+ADDERS = {"context": add_context, "controls": add_controls, "transfer": add_transfer}
 
 
 def add_commands(commands, smoke):

@@ -10,6 +10,8 @@ ksweep    times mlx_lm, the plain loop, an n-gram control and DFlash at every bl
           every output that differs from plain; ends with status "failed" where one is a defect
 cost      times plain steps, verifies, prefills and rollback beside mlx-lm's own, on a target or on a published shape
           with random weights
+context   times the same documents cut at several lengths
+controls  times a drafter beside an untrained and a shuffled one, prompt lookup, and the baseline's own twin
 transfer  one drafter on its own target and on variants of it: what it keeps, and whether to keep, adapt or retrain it
 report    rebuilds the tables of result files from their rows
 """

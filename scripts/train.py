@@ -257,7 +257,7 @@ class Session:
             "config_digest": configuration.digest(self.config),
             "data": [*self.corpus.train.sources, {"name": "packed rows", "sha256": self.corpus.train.sha256}],
             "argv": self.argv,
-            "extra": {"step": step, **self.warm_start, **(figures or {})},
+            "extra": {"step": step, "row_tokens": self.config.data.row_tokens, **self.warm_start, **(figures or {})},
         }
         checkpoint.save_step(self.run, step, self.drafter, loop.state(), {"best": self.best}, **record)
         if better:

@@ -18,7 +18,8 @@ ROOMS = {
         trial target shapes heads dflash gated_lora formats documents corpus prompts answers synthesis features
         checkpoint release objective trainer library ngram scratch appraisal pretrain variants""",
     "decode": "transaction verify proposers schedule cycle stream",
-    "decode.lab": "prompts health statistics shown ties arms timing walk cost experiment agreement transfer report",
+    "decode.lab": """prompts health statistics shown ties arms timing walk cost experiment agreement transfer lengths
+        controls report""",
     "scripts": "edge traps tracking session train opening evaluate spec_decode synthesize make_variant manifest doctor",
 }
 RANKS = {

@@ -150,6 +150,8 @@ def open_drafter(target, path, *, allow_mismatch):
     folder = loaded.folder.resolve()
     inside = folder.relative_to(manifest.ROOT) if folder.is_relative_to(manifest.ROOT) else folder
     identity = {"path": str(inside), "sha256": loaded.sha256, "kind": loaded.kind, "target_mismatch": loaded.mismatch}
+    if (folder / manifest.NAME).is_file():
+        identity["trained_length"] = manifest.read(folder).extra.get("row_tokens")
     return loaded.drafter, identity
 
 

@@ -87,6 +87,23 @@ def estimate(units, figure):
     return {"value": figure(units), "low": low, "high": high, "prompts": len(units)}
 
 
+def commitments(rows, arm):
+    """{prompt: (tokens committed, cycles)} of an arm, repeats together."""
+    counts = {}
+    for row in rows:
+        if row["arm"] == arm:
+            tokens, cycles = counts.get(row["prompt"], (0, 0))
+            counts[row["prompt"]] = tokens + sum(row["committed_per_cycle"]), cycles + len(row["committed_per_cycle"])
+    return counts
+
+
+def estimate_means(first, second):
+    """`estimate` of second's pooled mean over first's; both {prompt: (sum, count)}. None where no prompt has both."""
+    units = [(first[id], second[id]) for id in second if first.get(id, (0, 0))[1] and second[id][1]]
+    mean = lambda units, place: sum(unit[place][0] for unit in units) / sum(unit[place][1] for unit in units)
+    return estimate(units, lambda units: mean(units, 1) / mean(units, 0)) if units else None
+
+
 def without(items, index):
     """All but one."""
     return items[:index] + items[index + 1 :]

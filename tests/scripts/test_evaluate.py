@@ -70,8 +70,33 @@ def test_transfer_judges_every_variant(run, target, tmp_path):
     assert "top-1 agreement" in shown and "verdict" in shown
 
 
+def test_context_cuts_the_same_documents_at_every_length(run, tmp_path):
+    texts = tmp_path / "texts.jsonl"
+    words = "the river ran past the old mill and the miller counted sacks of grain "
+    texts.write_text("".join(json.dumps({"prompt": f"{word} {words * 12}"}) + "\n" for word in ("a", "def", "small")))
+    closing, result, shown = run("context", "--prompts", texts, "--lengths", "17,48", "--block-sizes", 3)
+    assert closing["documents"] == 2 and result["config"]["prompts"]["total"] == 3
+    assert {(row["part"], row["prompt_tokens"]) for row in result["rows"]} == {("17", 17), ("48", 48)}
+    assert len(result["rows"]) == 2 * 3 * 2 and len(result["stages"]) == 2 * 2 * 2
+    assert [one["length"] for one in result["findings"]["lengths"]] == [17, 48]
+    assert "context length, dflash-3" in shown
+
+
+def test_controls_stand_beside_the_drafter(run):
+    closing, result, shown = run("controls", "--block-size", 3, "--ngram", 2)
+    names = ["ngram-2", "untrained-3", "shuffled-3", "dflash-3"]
+    assert [one["arm"] for one in result["findings"]["arms"]] == names
+    assert [arm["name"] for arm in result["arms"]] == ["mlx_lm", "mlx_lm-twin", "plain", *names]
+    assert closing["floor"] >= 1 and "identical twin" in shown
+    assert all(arm["identical"] == 2 for arm in result["arms"])  # the target's own text, whatever proposes
+
+
 # arguments ("{…}" is filled in) -> words the one line must hold
 BAD = {
+    "a context beyond the target's": ("context --target {target} --lengths 600 --limit 1", ["--lengths 600", "of 512"]),
+    "a length twice": ("context --lengths 64,64", ["64 stands twice"]),
+    "documents that are too short": ("context --target {target} --prompts {asked}", ["0 of its 2 documents"]),
+    "a block of one row": ("controls --block-size 1", ["--block-size", "found 1"]),
     "transfer without variants": ("transfer", ["--variants"]),
     "a variant that is not there": ("transfer --target {target} --prompts {asked} --variants {tmp}/no", ["/no"]),
     "the same target twice": ("transfer --target {target} --prompts {asked} --variants {target}", ["both called"]),
