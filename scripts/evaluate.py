@@ -18,6 +18,12 @@ from opening import (
     whole,
 )
 
+HELP = {
+    "context": "measure against context length",
+    "controls": "measure beside controls",
+    "decompose": "tell weights from drafting",
+    "transfer": "measure on other targets",
+}
 DRAFTED = 8  # rows of a block where none is asked for: what the shipped drafters are fastest at, or near it
 
 
@@ -148,6 +154,39 @@ def controls(options, argv):
     return found | {"floor": result["findings"]["floor"]} | best(result)
 
 
+def add_decompose(parser, smoke):
+    """decompose's options."""
+    add_models(parser, omitted="an untrained control")
+    add = parser.add_argument
+    add("--variant", required=True, metavar="T", help="the other weights, such as make_variant.py's 4 bits")
+    add(
+        "--block-size", type=whole(2, BLOCK), metavar="B", help=f"where drafting is on ({DRAFTED}, or as D was trained)"
+    )
+    add_plan(parser, "decompose", smoke=smoke)
+
+
+def decompose(options, argv):
+    """Time weights and drafting as two factors: all four cells, interleaved, so that neither wins the other's share."""
+    chosen, out = opened(options)
+    parts = named((options.target, options.variant))
+    target, drafter, identity = open_stock(options)
+    size = size_for(options, drafter)
+    variant = open_variant(options.variant, target, options)
+    from decode.lab import arms, experiment, factors
+
+    carried = arms.carried(variant, drafter, options.drafter)
+    compared = factors.arms(target, variant, drafter, carried, size, list(parts))
+    prompts = encoded(options, target, chosen)
+    header = heading(options, argv, target, identity, chosen, block_size=size)
+    cells = f"{' and '.join(parts)}, each by mlx_lm, plain and dflash-{size}"
+    show_card(card(options, target, identity, chosen) | {"cells": cells}, sys.stdout)
+    targets = [{"part": part, **one.identity()} for part, one in zip(parts, (target, variant), strict=True)]
+    result = experiment.run(header, compared, prompts, timing_plan(options), progress) | {"targets": targets}
+    found = finish(result, out)
+    effects = {name: one["value"] for name, one in result["findings"]["effects"].items()}
+    return found | {"log_speedup": effects, "shares": result["findings"]["shares"]}
+
+
 # What the evaluations share.
 
 
@@ -275,12 +314,15 @@ def locate(names, dtype):
         sources.locate(name, dtype=dtype or targets.default_dtype())
 
 
-COMMANDS = {"context": context, "controls": controls, "transfer": transfer}  # in the order that --help lists
-ADDERS = {"context": add_context, "controls": add_controls, "transfer": add_transfer}
+COMMANDS = {
+    "context": (add_context, context),
+    "controls": (add_controls, controls),
+    "decompose": (add_decompose, decompose),
+    "transfer": (add_transfer, transfer),
+}  # in the order that --help lists: each command's options, and the command
 
 
 def add_commands(commands, smoke):
     """Add the parsers of all evaluations to spec_decode.py's own."""
-    for name, run in COMMANDS.items():
-        summary = run.__doc__.partition(":")[0].partition(",")[0].lower().rstrip(".")
-        ADDERS[name](commands.add_parser(name, help=summary, description=run.__doc__), smoke)
+    for name, (add, run) in COMMANDS.items():
+        add(commands.add_parser(name, help=HELP[name], description=run.__doc__), smoke)

@@ -12,6 +12,7 @@ cost      times plain steps, verifies, prefills and rollback beside mlx-lm's own
           with random weights
 context   times the same documents cut at several lengths
 controls  times a drafter beside an untrained and a shuffled one, prompt lookup, and the baseline's own twin
+decompose what of a speedup is the weights' and what is drafting's: two factors, four cells
 transfer  one drafter on its own target and on variants of it: what it keeps, and whether to keep, adapt or retrain it
 report    rebuilds the tables of result files from their rows
 """
@@ -43,7 +44,7 @@ def main(argv):
     """Run one subcommand; returns its closing figures."""
     options = build_parser(smoke="--smoke" in argv).parse_args(argv)
     own = {"generate": generate, "ksweep": ksweep, "cost": cost, "report": report}
-    return (own | evaluate.COMMANDS)[options.command](options, argv)
+    return (own | {name: run for name, (_, run) in evaluate.COMMANDS.items()})[options.command](options, argv)
 
 
 def build_parser(smoke=False):

@@ -9,12 +9,12 @@ import json
 import math
 import pathlib
 
-from decode.lab import controls, experiment, lengths, statistics, transfer
+from decode.lab import controls, experiment, factors, lengths, statistics, transfer
 from decode.lab.shown import fixed, ratio
 from drafter import manifest
 from kernels.errors import UserError
 
-EVALUATIONS = {"context": lengths, "controls": controls, "transfer": transfer}  # what else the rows of a command say
+EVALUATIONS = {"context": lengths, "controls": controls, "decompose": factors, "transfer": transfer}  # by command
 TOLERANCE = 1e-9  # relative; the same sums in the same order, but JSON read back on another machine
 
 

@@ -91,8 +91,23 @@ def test_controls_stand_beside_the_drafter(run):
     assert all(arm["identical"] == 2 for arm in result["arms"])  # the target's own text, whatever proposes
 
 
+def test_decompose_interleaves_four_cells_and_attributes_all_of_it(run, target, tmp_path):
+    other = tiny.quantised(target, tmp_path)
+    closing, result, shown = run("decompose", "--variant", other, "--block-size", 3)
+    parts = [target.name, other.name]
+    assert result["findings"]["weights"] == parts == [one["part"] for one in result["targets"]]
+    first = [row for row in result["rows"] if row["prompt"] == "1"]
+    assert sorted(row["place"] for row in first) == list(range(6))  # one interleaving of all arms, not two
+    assert {row["part"] for row in first[:4]} == set(parts)
+    found = closing["log_speedup"]
+    assert found["both"] == pytest.approx(found["drafting"] + found["weights"] + found["interaction"])
+    assert all(arm["identical"] == 2 for arm in result["arms"])  # each beside the plain loop on its own weights
+    assert "lossless" in shown
+
+
 # arguments ("{…}" is filled in) -> words the one line must hold
 BAD = {
+    "decompose without other weights": ("decompose", ["--variant"]),
     "a context beyond the target's": ("context --target {target} --lengths 600 --limit 1", ["--lengths 600", "of 512"]),
     "a length twice": ("context --lengths 64,64", ["64 stands twice"]),
     "documents that are too short": ("context --target {target} --prompts {asked}", ["0 of its 2 documents"]),
