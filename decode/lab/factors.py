@@ -69,7 +69,7 @@ def shares(effects):
 
 
 def lossless(rows, arms, on):
-    """Prompts that keep their text: {"drafting": on both weights, "weights": from one to the other, "prompts": of all}."""
+    """Prompts that keep their text: {"drafting": on both weights, "weights": from one to the other, "prompts": all}."""
     base, other = experiment.parts_of(arms)
     plain = [[row for row in experiment.in_part(rows, part) if row["arm"] == "plain"] for part in (base, other)]
     drafted = [arm["identical"] for arm in arms if arm["name"] == on]
