@@ -15,9 +15,17 @@ from kernels.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """K token ids: a tuple of ints, or an mx.array [K] that may not have been evaluated yet."""
+    """What is offered to the target.
+
+    tokens      K ids: a tuple of ints, or an mx.array [K] that may not have been evaluated yet
+    confidence  float32 [K], not evaluated yet: how likely the drafter thinks each proposal to be accepted, those before
+                it given; None where it has no such head
+    logits      [K,V] that the tokens were chosen from, not evaluated yet; None where there are none
+    """
 
     tokens: tuple | mx.array
+    confidence: mx.array | None = None
+    logits: mx.array | None = None
 
     def __len__(self):
         return len(self.tokens)
@@ -76,7 +84,8 @@ class DFlashProposer(Proposer):
         """Draft one block of B rows and take the argmax of slots 1..count, left on the device."""
         block = self.drafter.noise(self.target, mx.array([[pending]], mx.uint32), max(self.rows, count + 1))
         hidden = self.drafter.draft(self.cache, block)  # [1,B,D]
-        return Proposal(mx.argmax(self.target.score(hidden[0, 1 : count + 1]), axis=-1))
+        logits = self.target.score(hidden[0, 1 : count + 1])
+        return Proposal(mx.argmax(logits, axis=-1), logits=logits)
 
     def state(self):
         """The context's keys and values."""

@@ -1,5 +1,7 @@
 """The evaluations besides ksweep: what each asks, how it is set up, and what its closing line says."""
 
+import dataclasses
+import functools
 import pathlib
 import sys
 
@@ -14,16 +16,20 @@ from opening import (
     progress,
     refuse_unwritable,
     several,
+    shares,
     show_card,
     whole,
 )
 
 HELP = {
+    "adaptive": "measure changing block sizes",
+    "confidence": "measure cuts by confidence",
     "context": "measure against context length",
     "controls": "measure beside controls",
     "decompose": "tell weights from drafting",
     "transfer": "measure on other targets",
 }
+SIZES = (2, 4, 8, 16)  # fixed block sizes that policies are compared with, as ksweep's
 DRAFTED = 8  # rows of a block where none is asked for: what the shipped drafters are fastest at, or near it
 
 
@@ -154,6 +160,81 @@ def controls(options, argv):
     return found | {"floor": result["findings"]["floor"]} | best(result)
 
 
+def add_policies(parser, command, smoke):
+    """The options of both commands that compare policies."""
+    add_models(parser, omitted="an untrained control")
+    add = parser.add_argument
+    add("--block-sizes", type=several(2, BLOCK), metavar="B,…", help="fixed arms; policies use the largest (2,4,8,16)")
+    add("--calibrate", type=whole(1), default=4, metavar="N", help="further prompts that set policies up (%(default)s)")
+    add_plan(parser, command, smoke=smoke, calibrate=1, block_sizes=(2, 4))
+
+
+def add_adaptive(parser, smoke):
+    """adaptive's options."""
+    add_policies(parser, "adaptive", smoke)
+
+
+def adaptive(options, argv):
+    """Time policies for the block size against fixed ones: entropy, survival, expected value, auto-off."""
+    from decode.lab import policies
+
+    return compare_policies(options, argv, policies.adaptive)
+
+
+def add_confidence(parser, smoke):
+    """confidence's options."""
+    add_policies(parser, "confidence", smoke)
+    parser.add_argument("--thresholds", type=shares, default=(0.1, 0.3, 0.6), metavar="X,…",
+                        help="chance of acceptance at which a verify is cut (0.1,0.3,0.6)")  # fmt: skip
+
+
+def confidence(options, argv):
+    """Time verifies cut where the drafter's confidence ends against fixed block sizes; say how calibrated it is."""
+    from decode.lab import policies
+
+    return compare_policies(options, argv, functools.partial(policies.confidence, thresholds=options.thresholds))
+
+
+def compare_policies(options, argv, build):
+    """Set policies up on prompts of their own and compare them on the others; build: makes the arms."""
+    chosen, own, out = opened_apart(options)
+    target, drafter, identity = open_stock(options, max(SIZES))
+    sizes = options.block_sizes or tuple(size for size in SIZES if size <= drafter.config.block_size)
+    for size in sizes:
+        size_within(size, drafter)
+    from decode.lab import experiment, policies
+
+    prompts, first = encoded(options, target, chosen), encoded(options, target, own)
+    header = heading(options, argv, target, identity, chosen, block_sizes=sizes, set_up_on=[one.id for one in first])
+    lines = {"set up on": f"{len(first)} other prompt(s)", "fixed arms": f"block sizes {sizes}"}
+    show_card(card(options, target, identity, chosen) | lines, sys.stdout)
+    setup = policies.prepare(target, drafter, sizes, first, timing_plan(options), progress)
+    compared = build(target, drafter, sizes, setup)
+    result = experiment.run(header | {"setup": setup.record()}, compared, prompts, timing_plan(options), progress)
+    found = finish(result, out)
+    ranked = [one for one in result["findings"]["policies"] if one["kind"] == "policy" and one["over_fixed"]]
+    fastest = max(ranked, key=lambda one: one["over_fixed"]["ratio"], default=None)
+    errors = {name: one["ece"] for name, one in result["findings"]["calibration"].items()}
+    best = fastest and {"policy": fastest["arm"], "over_fixed": fastest["over_fixed"]["ratio"]}
+    return found | {"fixed": result["findings"]["fixed"], "best": best, "ece": errors}
+
+
+def opened_apart(options):
+    """(the prompts to measure on, those to set up on, where the result goes): two PromptSets that share no prompt."""
+    from decode.lab import prompts
+
+    total = options.limit and options.limit + options.calibrate
+    whole = prompts.load(options.prompts, total)
+    if len(whole.prompts) <= options.calibrate or (total and len(whole.prompts) < total):
+        raise UserError(
+            f"{whole.name} holds {whole.total} prompts; --limit {options.limit or 1} and --calibrate "
+            f"{options.calibrate} need as many together: lower one of them, or give --prompts more"
+        )
+    own = prompts.spread(whole.prompts, options.calibrate)
+    rest = tuple(prompt for prompt in whole.prompts if prompt not in own)
+    return dataclasses.replace(whole, prompts=rest), dataclasses.replace(whole, prompts=tuple(own)), place(options)
+
+
 def add_decompose(parser, smoke):
     """decompose's options."""
     add_models(parser, omitted="an untrained control")
@@ -204,9 +285,9 @@ def place(options):
     return out
 
 
-def open_stock(options):
-    """open_models, the untrained control as wide as the widest block asked for."""
-    sizes = vars(options).get("block_sizes") or (vars(options).get("block_size") or DRAFTED,)
+def open_stock(options, widest=DRAFTED):
+    """open_models, the untrained control as wide as the widest block asked for, or `widest` where none was."""
+    sizes = vars(options).get("block_sizes") or (vars(options).get("block_size") or widest,)
     return open_models(options, {"block_size": max(sizes), "seed": options.seed})
 
 
@@ -217,10 +298,14 @@ def sizes_for(options, drafter):
 
 def size_for(options, drafter):
     """The block size asked for, else DRAFTED or the most that the drafter was trained at. Raises UserError."""
+    return size_within(options.block_size or min(DRAFTED, drafter.config.block_size), drafter)
+
+
+def size_within(size, drafter):
+    """A block size, if the drafter can draft it. Raises UserError."""
     from decode.schedule import Fixed
 
-    most = drafter.config.block_size
-    return Fixed(options.block_size or min(DRAFTED, most), most=most).size
+    return Fixed(size, most=drafter.config.block_size).size
 
 
 def timing_plan(options):
@@ -315,6 +400,8 @@ def locate(names, dtype):
 
 
 COMMANDS = {
+    "adaptive": (add_adaptive, adaptive),
+    "confidence": (add_confidence, confidence),
     "context": (add_context, context),
     "controls": (add_controls, controls),
     "decompose": (add_decompose, decompose),

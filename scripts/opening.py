@@ -73,6 +73,17 @@ def several(least, why=None):
     return convert
 
 
+def shares(text):
+    """A converter to different numbers from 0 to below 1, comma-separated."""
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or not all(0 <= value < 1 for value in values) or len(set(values)) < len(values):
+        raise argparse.ArgumentTypeError(f"found {text!r}; expected different numbers from 0 to below 1, as in 0.2,0.5")
+    return values
+
+
 def open_models(options, control=None):
     """(target, drafter, the drafter's identity), loaded in that order once the drafter's path is known to be there.
 

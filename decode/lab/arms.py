@@ -10,6 +10,7 @@ T prompt tokens, K proposals, V vocabulary.
 
 import dataclasses
 import time
+from collections.abc import Callable
 
 import mlx.core as mx
 import mlx_lm
@@ -38,7 +39,8 @@ class Run:
 class Arm:
     """One way of decoding; kind is mlx_lm, plain, ngram or dflash, and block_size is None for the first two.
 
-    part: which part of an evaluation it belongs to, where arms of several targets are compared side by side.
+    part: which part of an evaluation it belongs to, where arms of several targets are compared side by side. policy:
+    makes a fresh schedule for each text, in place of the fixed block size, which is then the largest.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Arm:
     target: Target
     proposer: Proposer | None = None
     part: str | None = None
+    policy: Callable | None = None
 
     def run(self, tokens, max_tokens, clock=None):
         """Decode a prompt (T ids) as a caller would, timed where each emitted token reaches the caller. Returns Run.
@@ -60,13 +63,18 @@ class Arm:
         cycles = []
         responses = stream.stream_generate(
             self.target, tokenizer, list(tokens), self.proposer,
-            max_tokens=max_tokens, block_size=self.block_size, on_cycle=cycles.append, clock=clock,
+            max_tokens=max_tokens, on_cycle=cycles.append, clock=clock, **self.sizing(),
         )  # fmt: skip
         return clocked(responses, cycles)
 
+    def sizing(self):
+        """The options of a decode that say how large its blocks are."""
+        return {"schedule": self.policy()} if self.policy else {"block_size": self.block_size}
+
     def replay(self, tokens, max_tokens):
         """Run a drafting arm again, keeping what an audit needs: (emitted ids, one `ties.Verify` per cycle)."""
-        noting, schedule, ends = Noting(self.proposer), Fixed(self.block_size), self.target.eos_ids
+        noting, ends = Noting(self.proposer), self.target.eos_ids
+        schedule = self.sizing().get("schedule") or Fixed(self.block_size)
         steps = cycle.decode(self.target, list(tokens), noting, schedule, max_tokens=max_tokens, eos_ids=ends)
         emitted, verifies = [], []
         for step in steps:

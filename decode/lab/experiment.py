@@ -121,23 +121,33 @@ def in_part(records, part):
 
 def as_row(arm, prompt, place, repeat, run, disturbed):
     """The result row of one timed run."""
-    return {
-        "arm": arm.name,
-        "prompt": prompt.id,
-        "category": prompt.category,
-        "repeat": repeat,
-        "place": place,
-        "prompt_tokens": len(prompt.tokens),
-        "tokens": list(run.tokens),
-        "seconds": run.seconds,
-        "prefill_seconds": run.prefill_seconds,
-        "finish": run.finish,
-        "proposed_per_cycle": [cycle.proposed for cycle in run.cycles],
-        "accepted_per_cycle": [cycle.accepted for cycle in run.cycles],
-        "committed_per_cycle": [cycle.committed for cycle in run.cycles],
-        "loop_fraction": statistics.loop_fraction(run.tokens),
-        "disturbed": disturbed,
-    } | marked(arm.part or prompt.part)
+    return (
+        {
+            "arm": arm.name,
+            "prompt": prompt.id,
+            "category": prompt.category,
+            "repeat": repeat,
+            "place": place,
+            "prompt_tokens": len(prompt.tokens),
+            "tokens": list(run.tokens),
+            "seconds": run.seconds,
+            "prefill_seconds": run.prefill_seconds,
+            "finish": run.finish,
+            "proposed_per_cycle": [cycle.proposed for cycle in run.cycles],
+            "accepted_per_cycle": [cycle.accepted for cycle in run.cycles],
+            "committed_per_cycle": [cycle.committed for cycle in run.cycles],
+            "loop_fraction": statistics.loop_fraction(run.tokens),
+            "disturbed": disturbed,
+        }
+        | marked(arm.part or prompt.part)
+        | told(run.cycles)
+    )
+
+
+def told(cycles):
+    """What the drafter said of its proposals, where a schedule asked."""
+    said = [[round(value, 5) for value in cycle.confidence] for cycle in cycles]
+    return {"confidence_per_cycle": said} if any(said) else {}
 
 
 def as_stage(arm, prompt, plan):

@@ -9,12 +9,19 @@ import json
 import math
 import pathlib
 
-from decode.lab import controls, experiment, factors, lengths, statistics, transfer
+from decode.lab import controls, experiment, factors, lengths, policies, statistics, transfer
 from decode.lab.shown import fixed, ratio
 from drafter import manifest
 from kernels.errors import UserError
 
-EVALUATIONS = {"context": lengths, "controls": controls, "decompose": factors, "transfer": transfer}  # by command
+EVALUATIONS = {
+    "adaptive": policies,
+    "confidence": policies,
+    "context": lengths,
+    "controls": controls,
+    "decompose": factors,
+    "transfer": transfer,
+}  # by command: what else its rows say, and the tables of that
 TOLERANCE = 1e-9  # relative; the same sums in the same order, but JSON read back on another machine
 
 

@@ -105,8 +105,44 @@ def test_decompose_interleaves_four_cells_and_attributes_all_of_it(run, target, 
     assert "lossless" in shown
 
 
+@pytest.fixture
+def three(tmp_path):
+    """A prompt file of three prompts: two to measure on, one to set up on."""
+    path = tmp_path / "three.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("the river", "def add(", "a small model")))
+    return path
+
+
+def test_adaptive_sets_up_on_prompts_that_it_does_not_measure(run, three):
+    closing, result, shown = run("adaptive", "--prompts", three, "--block-sizes", "2,3")
+    config = result["config"]
+    assert len(config["prompts"]["used"]) == 2 and not set(config["set_up_on"]) & set(config["prompts"]["used"])
+    assert list(result["setup"]["costs"]) == ["1", "2", "3"] and closing["fixed"] in ("dflash-2", "dflash-3")
+    kinds = [arm["kind"] for arm in result["arms"]]
+    assert kinds == ["mlx_lm", "plain", "dflash", "dflash", *["policy"] * 4]
+    assert all(arm["identical"] == 2 for arm in result["arms"])  # whatever decides, the text is the target's
+    assert "policies against a fixed block size" in shown
+
+
+def test_confidence_records_what_was_said_of_every_proposal_offered(run, three):
+    closing, result, shown = run("confidence", "--prompts", three, "--block-sizes", "2,4", "--thresholds", "0.9")
+    cuts = [arm["name"] for arm in result["arms"] if arm["kind"] == "policy"]
+    assert cuts[0] == "confidence-0.00" and "confidence-0.90" in cuts
+    rows = [row for row in result["rows"] if row["arm"] == cuts[0]]
+    for row in rows:
+        assert [len(said) for said in row["confidence_per_cycle"]] == row["proposed_per_cycle"]
+    assert result["findings"]["calibration"]["confidence"]["judged"] > 0 and closing["ece"]["confidence"] >= 0
+    assert all(arm["identical"] == 2 for arm in result["arms"])
+    assert "calibration of confidence" in shown
+
+
 # arguments ("{…}" is filled in) -> words the one line must hold
 BAD = {
+    "too few prompts to set up on": (
+        "adaptive --target {target} --prompts {asked}",
+        ["holds 2 prompts", "--calibrate 4"],
+    ),
+    "a threshold of 1": ("confidence --thresholds 0.5,1", ["--thresholds", "below 1"]),
     "decompose without other weights": ("decompose", ["--variant"]),
     "a context beyond the target's": ("context --target {target} --lengths 600 --limit 1", ["--lengths 600", "of 512"]),
     "a length twice": ("context --lengths 64,64", ["64 stands twice"]),
