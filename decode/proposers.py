@@ -92,6 +92,34 @@ class DFlashProposer(Proposer):
         return [layer.state for layer in self.cache.layers]
 
 
+class StagedProposer(DFlashProposer):
+    """A DFlash drafter whose block is offered in stages: a draft pass of `block_size` rows serves several cycles.
+
+    What a cycle did not offer is kept. Where the target accepted all that was offered, and its own next token is the
+    first that was kept, the proposals after it still follow the text, and are offered in the next cycle without a draft
+    pass; else a block is drafted anew. Waits for each draft pass, since what follows must be known here.
+    """
+
+    def begin(self, tokens, taps):
+        """Start a new text, with nothing kept."""
+        self.kept, self.expected = [], None
+        super().begin(tokens, taps)
+
+    def observe(self, tokens, taps):
+        """Keep the rest of a block only where these are the pending token and everything that was offered."""
+        if list(tokens) != self.expected:
+            self.kept = []
+        super().observe(tokens, taps)
+
+    def propose(self, pending, count):
+        """What was kept for this place, `count` at most; else a new block."""
+        follows = len(self.kept) > 1 and self.kept[0] == pending
+        offered = self.kept[1:] if follows else super().propose(pending, max(count, self.rows - 1)).tokens.tolist()
+        self.kept, offered = offered[count:], offered[:count]
+        self.expected = [pending, *offered]
+        return Proposal(tuple(offered))
+
+
 class PromptLookup(Proposer):
     """Copies what followed the most recent earlier occurrence of the text's last n tokens, longest n first.
 

@@ -27,6 +27,7 @@ HELP = {
     "context": "measure against context length",
     "controls": "measure beside controls",
     "decompose": "tell weights from drafting",
+    "staged": "draft more than is verified",
     "transfer": "measure on other targets",
 }
 SIZES = (2, 4, 8, 16)  # fixed block sizes that policies are compared with, as ksweep's
@@ -235,6 +236,36 @@ def opened_apart(options):
     return dataclasses.replace(whole, prompts=rest), dataclasses.replace(whole, prompts=tuple(own)), place(options)
 
 
+def add_staged(parser, smoke):
+    """staged's options."""
+    add_models(parser, omitted="an untrained control")
+    add = parser.add_argument
+    add("--drafted", type=whole(3), metavar="D", help="rows of a draft pass (as many as D was trained at)")
+    add("--verified", type=several(2, BLOCK), default=(4, 8), metavar="V,…", help="rows of a verify (4,8)")
+    add_plan(parser, "staged", smoke=smoke, drafted=5, verified=(2, 3))
+
+
+def staged(options, argv):
+    """Time blocks of which a part is verified at once: the rest thrown away, or offered in later cycles."""
+    chosen, out = opened(options)
+    target, drafter, identity = open_stock(options, options.drafted or max(SIZES))
+    drafted = size_within(options.drafted or drafter.config.block_size, drafter)
+    if max(options.verified) >= drafted:
+        raise UserError(
+            f"--verified {max(options.verified)}: expected fewer rows than are drafted, {drafted}; lower it"
+        )
+    from decode.lab import experiment, staging
+
+    compared = staging.arms(target, drafter, drafted, options.verified)
+    prompts = encoded(options, target, chosen)
+    header = heading(options, argv, target, identity, chosen, drafted=drafted)
+    show_card(card(options, target, identity, chosen) | {"arms": ", ".join(arm.name for arm in compared)}, sys.stdout)
+    result = experiment.run(header, compared, prompts, timing_plan(options), progress)
+    found = finish(result, out)
+    speeds = {one["arm"]: one["over"]["ratio"] for one in result["findings"] if one["over"]}
+    return found | best(result) | {"over": speeds}
+
+
 def add_decompose(parser, smoke):
     """decompose's options."""
     add_models(parser, omitted="an untrained control")
@@ -405,6 +436,7 @@ COMMANDS = {
     "context": (add_context, context),
     "controls": (add_controls, controls),
     "decompose": (add_decompose, decompose),
+    "staged": (add_staged, staged),
     "transfer": (add_transfer, transfer),
 }  # in the order that --help lists: each command's options, and the command
 

@@ -14,6 +14,7 @@ context   times the same documents cut at several lengths
 controls  times a drafter beside an untrained and a shuffled one, prompt lookup, and the baseline's own twin
 adaptive  times block sizes chosen as the text goes against fixed ones; confidence cuts by what the drafter says
 decompose what of a speedup is the weights' and what is drafting's: two factors, four cells
+staged    times blocks of which only a part is verified at once
 transfer  one drafter on its own target and on variants of it: what it keeps, and whether to keep, adapt or retrain it
 report    rebuilds the tables of result files from their rows
 """

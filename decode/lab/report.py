@@ -9,7 +9,7 @@ import json
 import math
 import pathlib
 
-from decode.lab import controls, experiment, factors, lengths, policies, statistics, transfer
+from decode.lab import controls, experiment, factors, lengths, policies, staging, statistics, transfer
 from decode.lab.shown import fixed, ratio
 from drafter import manifest
 from kernels.errors import UserError
@@ -20,6 +20,7 @@ EVALUATIONS = {
     "context": lengths,
     "controls": controls,
     "decompose": factors,
+    "staged": staging,
     "transfer": transfer,
 }  # by command: what else its rows say, and the tables of that
 TOLERANCE = 1e-9  # relative; the same sums in the same order, but JSON read back on another machine

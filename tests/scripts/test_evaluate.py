@@ -136,8 +136,21 @@ def test_confidence_records_what_was_said_of_every_proposal_offered(run, three):
     assert "calibration of confidence" in shown
 
 
+def test_staged_offers_what_a_block_has_left(run):
+    closing, result, shown = run("staged")
+    more = [f"{kind}-5-{V}" for V in (2, 3) for kind in ("truncated", "staged")]
+    names = ["mlx_lm", "plain", "dflash-2", "dflash-3", "dflash-5", *more]
+    assert [arm["name"] for arm in result["arms"]] == names and set(closing["over"]) == set(more)
+    assert all(arm["identical"] == 2 for arm in result["arms"])
+    assert "draft D, verify V" in shown
+
+
 # arguments ("{…}" is filled in) -> words the one line must hold
 BAD = {
+    "verifying as much as is drafted": (
+        "staged --target {target} --prompts {asked} --drafted 4 --verified 2,4",
+        ["--verified 4", "fewer rows than are drafted, 4"],
+    ),
     "too few prompts to set up on": (
         "adaptive --target {target} --prompts {asked}",
         ["holds 2 prompts", "--calibrate 4"],
