@@ -27,6 +27,7 @@ import evaluate
 from kernels.errors import UserError
 from opening import (
     BLOCK,
+    SMOKE,
     add_models,
     default_out,
     identity_card,
@@ -54,8 +55,8 @@ def build_parser(smoke=False):
     parser = edge.Parser(prog="spec_decode.py", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_generate(commands.add_parser("generate", help="write an answer", description=generate.__doc__))
-    add_ksweep(commands.add_parser("ksweep", help="measure block sizes", description=ksweep.__doc__))
-    add_cost(commands.add_parser("cost", help="time steps and verifies", description=cost.__doc__))
+    add_ksweep(commands.add_parser("ksweep", help="measure block sizes", description=ksweep.__doc__), smoke)
+    add_cost(commands.add_parser("cost", help="time steps and verifies", description=cost.__doc__), smoke)
     evaluate.add_commands(commands, smoke)
     add_report(commands.add_parser("report", help="rebuild tables from results", description=report.__doc__))
     return parser
@@ -73,7 +74,7 @@ def add_generate(parser):
     add("--max-tokens", type=whole(1), default=256, metavar="N", help="longest answer (%(default)s)")
 
 
-def add_ksweep(parser):
+def add_ksweep(parser, smoke):
     """ksweep's options."""
     add_models(parser, omitted="an untrained control")
     add = parser.add_argument
@@ -86,19 +87,28 @@ def add_ksweep(parser):
     add("--warmup", type=whole(0), default=1, metavar="N", help="untimed runs of each arm (%(default)s)")
     add("--seed", type=whole(0), default=0, metavar="N", help="draws the untrained control (%(default)s)")
     add("--out", type=pathlib.Path, metavar="FILE", help="result JSON (runs/ksweep/TARGET-TIME.json)")
+    add("--smoke", action="store_true", help="sizes that only show that it runs; other options still win")
+    if smoke:
+        parser.set_defaults(**SMOKE, block_sizes=(2, 4))
 
 
-def add_cost(parser):
+def add_cost(parser, smoke):
     """cost's options."""
     add = parser.add_argument
     add("--target", default="smollm2", help="as elsewhere, or shape:NAME[@4bit]: random weights (%(default)s)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="compute dtype (the device's own)")
+    add("--drafter", "--adapter", dest="drafter", metavar="D", help="time its draft passes too, for the fitted model")
+    add("--allow-target-mismatch", action="store_true", help="use a drafter made for another target; recorded")
+    add("--survival-of", type=pathlib.Path, metavar="FILE", help="a ksweep's result, whose best block size to foretell")
     add("--widths", type=several(2), default=(5, 16), metavar="W,…", help="rows of a verify (5,16)")
     add("--contexts", type=several(1), default=(1024,), metavar="T,…", help="rows before them (1024)")
     add("--prefills", type=several(2), default=(2048,), metavar="T,…", help="prompts to prefill (2048)")
     add("--rounds", type=whole(1), default=21, metavar="N", help="timed units of each (%(default)s)")
     add("--cycles", type=whole(8), default=200, metavar="N", help="cycles whose memory is watched (%(default)s)")
+    add("--smoke", action="store_true", help="sizes that only show that it runs; other options still win")
     add("--out", type=pathlib.Path, metavar="FILE", help="result JSON (runs/cost/TARGET-TIME.json)")
+    if smoke:
+        parser.set_defaults(widths=(2, 4), contexts=(16, 32), prefills=(16,), rounds=2, cycles=8)
 
 
 def add_report(parser):
@@ -173,6 +183,7 @@ def ksweep(options, argv):
     header = experiment.header("ksweep", argv, asked | found, target, identity)
     show_card(ksweep_card(target, identity, chosen, compared, plan, found["raw_reason"]), sys.stdout)
     result = experiment.run(header, compared, encoded, plan, progress)
+    result["findings"] = report.findings(result)
     print(report.text(result, result["arms"]), flush=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     manifest.write_json(out, result)
@@ -191,16 +202,58 @@ def cost(options, argv):
 
     shape = options.target.startswith(shapes.PREFIX)
     dtype = {"dtype": options.dtype} if options.dtype else {}
+    survival = options.survival_of and widest_survival(options.survival_of)
     target = (shapes.build if shape else targets.load)(options.target, **dtype)
-    asked = {name: value for name, value in vars(options).items() if name not in ("command", "out")}
-    header = experiment.header("cost", argv, asked, target, None)
-    show_card(identity_card(target, None), sys.stdout)
+    drafter, identity = open_priced(target, options)
+    asked = {name: str(value) if isinstance(value, pathlib.Path) else value for name, value in vars(options).items()}
+    asked = {name: value for name, value in asked.items() if name not in ("command", "out")}
+    header = experiment.header("cost", argv, asked, target, identity)
+    show_card(identity_card(target, identity), sys.stdout)
     out.parent.mkdir(parents=True, exist_ok=True)
     plan = options.widths, options.contexts, options.prefills, options.rounds, options.cycles
     found = costs.measure(target, *plan, lambda result: manifest.write_json(out, header | {"cost": result}))
     for W in (1, *options.widths):
         print(" ".join(f"{name} W={W} {row[W]['ms']:.2f} ms" for name, row in found["widths"].items()))
-    return {"status": "done", "out": str(out), **found["headline"], "floor_ms": found["floor_ms"]}
+    found["model"] = fitted(target, drafter, options, found, survival)
+    manifest.write_json(out, header | {"cost": found})
+    figures = {"status": "done", "out": str(out), **found["headline"], "floor_ms": found["floor_ms"]}
+    return figures | ({"best": found["model"]["best"]} if survival else {})
+
+
+def open_priced(target, options):
+    """(the drafter whose draft passes are timed, its identity), or (None, None)."""
+    from decode.lab import arms
+
+    if options.drafter is None:
+        return None, None
+    return arms.open_drafter(target, options.drafter, allow_mismatch=options.allow_target_mismatch)
+
+
+def widest_survival(path):
+    """The survival of the widest block size of a sweep's result. Raises UserError where it has none."""
+    from decode.lab import report as reports
+
+    arms = [arm for arm in reports.read(path)["arms"] if arm["kind"] == "dflash" and arm["survival"]]
+    if not arms:
+        raise UserError(f"--survival-of {path}: no arm of a drafter in it; name a result of ksweep")
+    return max(arms, key=lambda arm: arm["block_size"])["survival"]
+
+
+def fitted(target, drafter, options, found, survival):
+    """The cost model of what was measured, printed; with a survival, the block size that it makes best."""
+    from decode.lab import forecast
+    from decode.lab import report as reports
+
+    sizes = drafter and [B for B in options.widths if drafter.config.block_size >= B]
+    drafted = forecast.drafting(target, drafter, sizes, options.contexts, options.rounds) if sizes else None
+    model = forecast.model(found, drafted)
+    for title, header, rows, notes in forecast.cost_tables(model):
+        print("\n".join(["", title, "", reports.as_text(header, rows), *notes]))
+    if survival:
+        B, speed = forecast.best(survival, model["costs"])
+        model |= {"best": {"B": B, "over_plain": speed}}
+        print(f"\nwith the survival of {options.survival_of}, B = {B} is best: {speed:.2f} times plain")
+    return model
 
 
 def ksweep_card(target, drafter, chosen, compared, plan, raw_reason):

@@ -19,7 +19,7 @@ ROOMS = {
         checkpoint release objective trainer library ngram scratch appraisal pretrain variants""",
     "decode": "transaction verify proposers schedule cycle stream",
     "decode.lab": """prompts health statistics shown ties arms timing walk cost experiment agreement transfer lengths
-        controls factors calibration policies staging report""",
+        controls factors calibration policies staging forecast report""",
     "scripts": "edge traps tracking session train opening evaluate spec_decode synthesize make_variant manifest doctor",
 }
 RANKS = {

@@ -9,7 +9,7 @@ import json
 import math
 import pathlib
 
-from decode.lab import controls, experiment, factors, lengths, policies, staging, statistics, transfer
+from decode.lab import controls, experiment, factors, forecast, lengths, policies, staging, statistics, transfer
 from decode.lab.shown import fixed, ratio
 from drafter import manifest
 from kernels.errors import UserError
@@ -20,6 +20,7 @@ EVALUATIONS = {
     "context": lengths,
     "controls": controls,
     "decompose": factors,
+    "ksweep": forecast,
     "staged": staging,
     "transfer": transfer,
 }  # by command: what else its rows say, and the tables of that
@@ -81,7 +82,8 @@ def write(path, result, out):
         with manifest.atomic(pathlib.Path(out) / f"{stem(path)}{suffix}", "w") as stream:
             stream.write(content)
     changed = [label(new) for new, old in zip(arms, result["arms"], strict=False) if not same(new, old)]
-    return plain, changed + ([] if same(findings(result), result.get("findings")) else ["the findings"])
+    kept = "findings" not in result or same(findings(result), result["findings"])  # an older result stores none
+    return plain, changed + ([] if kept else ["the findings"])
 
 
 def findings(result):

@@ -274,6 +274,22 @@ def test_cost_prints_its_ratios_and_writes_every_part(command, target, tmp_path,
     assert "mlx_lm W=2" in shown and "Traceback" not in err
 
 
+def test_cost_foretells_the_best_block_size_of_a_sweep(command, target, trained, asked, tmp_path, monkeypatch):
+    from decode.lab import cost
+
+    monkeypatch.setattr(cost, "bandwidth", lambda: 1e9)
+    sweep, out = tmp_path / "sweep.json", tmp_path / "cost.json"
+    assert command(*small(target, asked, sweep), "--drafter", trained)[0] == 0
+    argv = ("cost", "--target", target, "--dtype", "float32", "--smoke", "--widths", "2,3", "--drafter", trained)
+    code, closing, shown, _ = command(*argv, "--survival-of", sweep, "--out", out)
+    assert code == 0 and closing["best"]["B"] in (1, 2, 3) and "break-even against plain" in shown
+    model = json.loads(out.read_text())["cost"]["model"]
+    assert [one["B"] for one in model["even"]] == [2, 3] and model["draft"]["points"] == 4
+    assert json.loads(out.read_text())["drafter"]["kind"] == "dflash"
+    code, closing, _, _ = command(*argv, "--survival-of", asked, "--out", out)
+    assert code == 2 and "not a result file" in closing["error"]
+
+
 def test_cost_refuses_a_shape_that_is_not_known(command, tmp_path):
     code, closing, _, err = command("cost", "--target", "shape:giant", "--out", tmp_path / "cost.json")
     assert code == 2 and closing["status"] == "refused"
