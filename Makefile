@@ -1,5 +1,6 @@
 # Everything here makes .venv by itself when it is missing or pyproject.toml is newer. No activation needed.
 #   make quickstart   train a drafter, measure it and the shipped one, verify every manifest (minutes, CPU)
+#   make lab          every evaluation once on the shipped drafter, at sizes that only show that it runs (minutes, CPU)
 #   make test         the default tests;  make test-all: the slow ones too
 #   make lint         ruff, rules and layout
 # BACKEND=cpu|cuda12|cuda13 picks MLX's backend on Linux; PYTHON=... the interpreter.
@@ -7,7 +8,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := test
-.PHONY: quickstart test test-all lint
+.PHONY: quickstart lab test test-all lint
 
 BACKEND ?= cpu
 BIN := .venv/bin
@@ -23,6 +24,16 @@ quickstart: $(READY)
 	@$(BIN)/python scripts/spec_decode.py ksweep --target smollm2 --drafter runs/quickstart $(PROMPTS) | sed '$$d'
 	@$(BIN)/python scripts/spec_decode.py ksweep --target smollm2 --drafter runs/smollm2-135m-dflash $(PROMPTS) | sed '$$d'
 	@$(BIN)/python scripts/manifest.py verify --all
+
+LAB := --target smollm2 --drafter runs/smollm2-135m-dflash --smoke
+FOUR_BITS := runs/variants/smollm2-4bit
+
+lab: $(READY)
+	@test -d $(FOUR_BITS) || $(BIN)/python scripts/make_variant.py quantised --bits 4 --out $(FOUR_BITS)
+	@for command in ksweep context controls adaptive confidence staged cost; do \
+		$(BIN)/python scripts/spec_decode.py $$command $(LAB) --out runs/lab/$$command.json; done
+	@$(BIN)/python scripts/spec_decode.py transfer $(LAB) --variants $(FOUR_BITS) --out runs/lab/transfer.json
+	@$(BIN)/python scripts/spec_decode.py decompose $(LAB) --variant $(FOUR_BITS) --out runs/lab/decompose.json
 
 test: $(READY)
 	@$(BIN)/python -m pytest -q

@@ -34,6 +34,7 @@ class Cycle:
     committed   tokens emitted: accepted + 1, or fewer where the text ended inside the block
     margins     top-1 minus top-2 logit of each committed token, in logits; empty in a plain loop
     seconds     {draft, verify, commit} of an instrumented pass, else None
+    confidence  what a schedule that cuts by it read of each proposal offered; else empty
     """
 
     block_size: int
@@ -42,6 +43,7 @@ class Cycle:
     committed: int
     margins: tuple = ()
     seconds: dict | None = None
+    confidence: tuple = ()
 
     def cut(self, n):
         """The record of the same cycle had the text ended after its n-th token."""
@@ -168,7 +170,8 @@ class Loop:
     def _speculate(self):
         laps, size = Laps(self.clock), self._block_size()
         proposal = self.proposer.propose(self.tokens[-1], size - 1) if size > 1 else Proposal(())
-        tokens = mx.concatenate([as_array(self.tokens[-1:]), as_array(proposal.tokens)[: size - 1]])  # [W]
+        count = min(self.schedule.keep(proposal), size - 1)
+        tokens = mx.concatenate([as_array(self.tokens[-1:]), as_array(proposal.tokens)[:count]])  # [W]
         laps.end("draft", tokens)
         self.transaction.begin(len(tokens), tokens)
         try:
@@ -179,7 +182,7 @@ class Loop:
             self._observe([self.tokens[-1], *kept[:-1]], [tap[:, : len(kept)] for tap in taps])
             laps.end("commit", *(self._states() if self.clock else ()))
             whole = Cycle(size, len(tokens) - 1, verdict.accepted, len(verdict.tokens), verdict.margins, laps.seconds)
-            cycle = whole.cut(len(kept))
+            cycle = dataclasses.replace(whole.cut(len(kept)), confidence=self.schedule.read)
             self.schedule.observe(cycle)
         except BaseException:  # an interrupt too: the caches must not keep rows whose tokens nobody gets
             self._take_back()

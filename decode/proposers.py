@@ -21,10 +21,12 @@ class Proposal:
     tokens      K ids: a tuple of ints, or an mx.array [K] that may not have been evaluated yet
     confidence  float32 [K], not evaluated yet: how likely the drafter thinks each proposal to be accepted, those before
                 it given; None where it has no such head
+    logits      [K,V] that the tokens were chosen from, not evaluated yet; None where there are none
     """
 
     tokens: tuple | mx.array
     confidence: mx.array | None = None
+    logits: mx.array | None = None
 
     def __len__(self):
         return len(self.tokens)
@@ -83,15 +85,43 @@ class DFlashProposer(Proposer):
         """Draft one block of B rows and take the likeliest tokens of slots 1..count, left on the device."""
         pending = mx.array(pending, mx.uint32)
         hidden = self.route.draft(self.cache, pending[None, None], max(self.rows, count + 1))[0, 1 : count + 1]  # [K,D]
-        tokens = self.drafter.propose(self.target, hidden, pending).tokens
+        drawn = self.drafter.propose(self.target, hidden, pending)
         if self.drafter.confidence_head is None:
-            return Proposal(tokens)
-        scores = self.drafter.confidence(hidden, heads.preceding(pending, tokens))
-        return Proposal(tokens, mx.sigmoid(scores))
+            return Proposal(drawn.tokens, logits=drawn.logits)
+        scores = self.drafter.confidence(hidden, heads.preceding(pending, drawn.tokens))
+        return Proposal(drawn.tokens, mx.sigmoid(scores), drawn.logits)
 
     def state(self):
         """The context's keys and values."""
         return self.route.state(self.cache)
+
+
+class StagedProposer(DFlashProposer):
+    """A DFlash drafter whose block is offered in stages: a draft pass of `block_size` rows serves several cycles.
+
+    What a cycle did not offer is kept. Where the target accepted all that was offered, and its own next token is the
+    first that was kept, the proposals after it still follow the text, and are offered in the next cycle without a draft
+    pass; else a block is drafted anew. Waits for each draft pass, since what follows must be known here.
+    """
+
+    def begin(self, tokens, taps):
+        """Start a new text, with nothing kept."""
+        self.kept, self.expected = [], None
+        super().begin(tokens, taps)
+
+    def observe(self, tokens, taps):
+        """Keep the rest of a block only where these are the pending token and everything that was offered."""
+        if list(tokens) != self.expected:
+            self.kept = []
+        super().observe(tokens, taps)
+
+    def propose(self, pending, count):
+        """What was kept for this place, `count` at most; else a new block."""
+        follows = len(self.kept) > 1 and self.kept[0] == pending
+        offered = self.kept[1:] if follows else super().propose(pending, max(count, self.rows - 1)).tokens.tolist()
+        self.kept, offered = offered[count:], offered[:count]
+        self.expected = [pending, *offered]
+        return Proposal(tuple(offered))
 
 
 class PromptLookup(Proposer):

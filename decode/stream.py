@@ -72,7 +72,7 @@ def generate(target, tokenizer, prompt, drafter=None, *, verbose=False, **option
     return text
 
 
-def stream_generate(target, tokenizer, prompt, drafter=None, *, max_tokens=256, block_size=None, stop=(),
+def stream_generate(target, tokenizer, prompt, drafter=None, *, max_tokens=256, block_size=None, schedule=None, stop=(),
                     on_cycle=None, clock=None, prompt_cache=None, max_kv_size=None, prefill_step_size=2048,
                     kv_bits=None, kv_group_size=64, quantized_kv_start=5000, prompt_progress_callback=None,
                     **unknown):  # fmt: skip
@@ -84,6 +84,7 @@ def stream_generate(target, tokenizer, prompt, drafter=None, *, max_tokens=256, 
     drafter    a DFlash drafter, a Proposer, or None for the plain width-1 loop
     max_tokens tokens at most, -1 for no cap; a text that reaches the target's context ends there ("length")
     block_size B; None for the drafter's own
+    schedule   a decode.schedule policy of its own for this text, in place of one block size
     stop       a string or strings that end the text, also where they span tokens
     on_cycle   called with each Cycle once it is known where the text ends
     clock      seconds as a function: an instrumented pass, whose cycles carry stage times
@@ -95,9 +96,12 @@ def stream_generate(target, tokenizer, prompt, drafter=None, *, max_tokens=256, 
     check_target(target)
     tokenizer = wrap(tokenizer or target.tokenizer)
     proposer = as_proposer(target, drafter, block_size)
-    schedule = proposer and fixed_schedule(proposer, block_size)
-    if block_size is not None and not proposer:
-        raise UserError(f"block_size {block_size}: there is no drafter to use it; pass drafter= too")
+    if schedule is not None and block_size is not None:
+        raise UserError(f"block_size {block_size}: the schedule decides it; pass one of the two")
+    if (block_size, schedule) != (None, None) and not proposer:
+        given = "schedule" if block_size is None else f"block_size {block_size}"
+        raise UserError(f"{given}: there is no drafter to use it; pass drafter= too")
+    schedule = schedule or (proposer and fixed_schedule(proposer, block_size))
     check_counts(max_tokens, prefill_step_size, max_kv_size)
     tokens = encode(target, tokenizer, prompt)
     cache = open_cache(target, prompt_cache, max_kv_size, kv_bits)

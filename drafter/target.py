@@ -238,7 +238,7 @@ def load(name, *, dtype=None, revision=None):
     that is fast, bfloat16 elsewhere. Raises UserError where the target is missing, damaged or unknown to mlx-lm.
     """
     backend.check()
-    dtype = dtype or ("float32" if mx.default_device() == mx.cpu else "bfloat16")
+    dtype = dtype or default_dtype()
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     location = sources.locate(name, dtype=dtype, revision=revision)
@@ -273,6 +273,11 @@ def load(name, *, dtype=None, revision=None):
     )
     trial.ensure(target)
     return target
+
+
+def default_dtype():
+    """The device's own compute dtype."""
+    return "float32" if mx.default_device() == mx.cpu else "bfloat16"
 
 
 def load_model(location):

@@ -10,51 +10,56 @@ ksweep    times mlx_lm, the plain loop, an n-gram control and DFlash at every bl
           every output that differs from plain; ends with status "failed" where one is a defect
 cost      times plain steps, verifies, prefills and rollback beside mlx-lm's own, on a target or on a published shape
           with random weights
+context   times the same documents cut at several lengths
+controls  times a drafter beside an untrained and a shuffled one, prompt lookup, and the baseline's own twin
+adaptive  times block sizes chosen as the text goes against fixed ones; confidence cuts by what the drafter says
+decompose what of a speedup is the weights' and what is drafting's: two factors, four cells
+staged    times blocks of which only a part is verified at once
+transfer  one drafter on its own target and on variants of it: what it keeps, and whether to keep, adapt or retrain it
 report    rebuilds the tables of result files from their rows
 """
 
-import argparse
-import datetime
 import pathlib
 import sys
-import tempfile
 
 import edge
+import evaluate
 from kernels.errors import UserError
+from opening import (
+    BLOCK,
+    SMOKE,
+    add_models,
+    default_out,
+    identity_card,
+    open_models,
+    prepare,
+    progress,
+    refuse_unwritable,
+    several,
+    show_card,
+    whole,
+)
 
-RUNS = edge.ROOT / "runs"
 BLOCK_SIZES = (2, 4, 8, 16)
-BLOCK = "a block is the pending token and at least one proposal"
-PROBE_BYTES = 1 << 16  # of a result about to be written: a disk this full is refused before the work, not after
 
 
 def main(argv):
     """Run one subcommand; returns its closing figures."""
-    options = build_parser().parse_args(argv)
-    return {"generate": generate, "ksweep": ksweep, "cost": cost, "report": report}[options.command](options, argv)
+    options = build_parser(smoke="--smoke" in argv).parse_args(argv)
+    own = {"generate": generate, "ksweep": ksweep, "cost": cost, "report": report}
+    return (own | {name: run for name, (_, run) in evaluate.COMMANDS.items()})[options.command](options, argv)
 
 
-def build_parser():
-    """The parser of all subcommands."""
+def build_parser(smoke=False):
+    """The parser of all subcommands; smoke: whether evaluations are only to show that they run."""
     parser = edge.Parser(prog="spec_decode.py", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_generate(commands.add_parser("generate", help="write an answer", description=generate.__doc__))
-    add_ksweep(commands.add_parser("ksweep", help="measure block sizes", description=ksweep.__doc__))
-    add_cost(commands.add_parser("cost", help="time steps and verifies", description=cost.__doc__))
+    add_ksweep(commands.add_parser("ksweep", help="measure block sizes", description=ksweep.__doc__), smoke)
+    add_cost(commands.add_parser("cost", help="time steps and verifies", description=cost.__doc__), smoke)
+    evaluate.add_commands(commands, smoke)
     add_report(commands.add_parser("report", help="rebuild tables from results", description=report.__doc__))
     return parser
-
-
-def add_models(parser, omitted):
-    """The options that both decoding commands share; omitted: what stands in for a drafter that is not named."""
-    add = parser.add_argument
-    add("--target", default="smollm2", help="a configs/target name, a folder or a hub id[@revision] (%(default)s)")
-    add("--drafter", "--adapter", dest="drafter", metavar="D",
-        help=f"a checkpoint folder, a run folder (its best step) or .safetensors; omitted: {omitted}")  # fmt: skip
-    add("--allow-target-mismatch", action="store_true", help="use a drafter made for another target; recorded")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), help="compute dtype (the device's own)")
-    add("--raw", action="store_true", help="feed prompts without the chat template")
-    add("--limit", type=whole(1), metavar="N", help="take N prompts, spread evenly over the set (all)")
 
 
 def add_generate(parser):
@@ -69,7 +74,7 @@ def add_generate(parser):
     add("--max-tokens", type=whole(1), default=256, metavar="N", help="longest answer (%(default)s)")
 
 
-def add_ksweep(parser):
+def add_ksweep(parser, smoke):
     """ksweep's options."""
     add_models(parser, omitted="an untrained control")
     add = parser.add_argument
@@ -82,54 +87,34 @@ def add_ksweep(parser):
     add("--warmup", type=whole(0), default=1, metavar="N", help="untimed runs of each arm (%(default)s)")
     add("--seed", type=whole(0), default=0, metavar="N", help="draws the untrained control (%(default)s)")
     add("--out", type=pathlib.Path, metavar="FILE", help="result JSON (runs/ksweep/TARGET-TIME.json)")
+    add("--smoke", action="store_true", help="sizes that only show that it runs; other options still win")
+    if smoke:
+        parser.set_defaults(**SMOKE, block_sizes=(2, 4))
 
 
-def add_cost(parser):
+def add_cost(parser, smoke):
     """cost's options."""
     add = parser.add_argument
     add("--target", default="smollm2", help="as elsewhere, or shape:NAME[@4bit]: random weights (%(default)s)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="compute dtype (the device's own)")
+    add("--drafter", "--adapter", dest="drafter", metavar="D", help="time its draft passes too, for the fitted model")
+    add("--allow-target-mismatch", action="store_true", help="use a drafter made for another target; recorded")
+    add("--survival-of", type=pathlib.Path, metavar="FILE", help="a ksweep's result, whose best block size to foretell")
     add("--widths", type=several(2), default=(5, 16), metavar="W,…", help="rows of a verify (5,16)")
     add("--contexts", type=several(1), default=(1024,), metavar="T,…", help="rows before them (1024)")
     add("--prefills", type=several(2), default=(2048,), metavar="T,…", help="prompts to prefill (2048)")
     add("--rounds", type=whole(1), default=21, metavar="N", help="timed units of each (%(default)s)")
     add("--cycles", type=whole(8), default=200, metavar="N", help="cycles whose memory is watched (%(default)s)")
+    add("--smoke", action="store_true", help="sizes that only show that it runs; other options still win")
     add("--out", type=pathlib.Path, metavar="FILE", help="result JSON (runs/cost/TARGET-TIME.json)")
+    if smoke:
+        parser.set_defaults(widths=(2, 4), contexts=(16, 32), prefills=(16,), rounds=2, cycles=8)
 
 
 def add_report(parser):
     """report's options."""
     parser.add_argument("paths", nargs="+", metavar="PATH", help="result files, or folders of them")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for the .md and .txt tables")
-
-
-def whole(least, why=None):
-    """A converter to whole numbers of at least `least`; why: the reason for that, where it is not plain."""
-    expected = f"expected a whole number, at least {least}{f': {why}' if why else ''}"
-
-    def convert(text):
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"found {text!r}; {expected}") from None
-        if value < least:
-            raise argparse.ArgumentTypeError(f"found {value}; {expected}")
-        return value
-
-    return convert
-
-
-def several(least, why=None):
-    """A converter to different whole numbers, comma-separated, each at least `least`."""
-
-    def convert(text):
-        values = tuple(whole(least, why)(part) for part in text.split(","))
-        twice = sorted({value for value in values if values.count(value) > 1})
-        if twice:
-            raise argparse.ArgumentTypeError(f"{twice[0]} stands twice in {text}; give each value once")
-        return values
-
-    return convert
 
 
 def generate(options, argv):
@@ -177,30 +162,6 @@ def read_prompts(options):
     return [text]
 
 
-def open_models(options, control=None):
-    """(target, drafter, the drafter's identity), loaded in that order once the drafter's path is known to be there.
-
-    control: {block_size, seed} of the untrained drafter to draw where none was named; None for no drafter then.
-    """
-    prepare()
-    from decode.lab import arms
-    from drafter import checkpoint
-    from drafter import target as targets
-
-    path = options.drafter and checkpoint.resolve(options.drafter)
-    target = targets.load(options.target, dtype=options.dtype)
-    if path:
-        return target, *arms.open_drafter(target, path, allow_mismatch=options.allow_target_mismatch)
-    return target, *(arms.untrained(target, **control) if control else (None, None))
-
-
-def prepare():
-    """Ready this process for MLX: on a Linux CPU a BLAS must be in place before it loads."""
-    from kernels import backend
-
-    backend.load()
-
-
 def ksweep(options, argv):
     """Time every arm on every prompt, interleaved, and write the result with all its rows."""
     from decode.lab import prompts
@@ -221,7 +182,8 @@ def ksweep(options, argv):
     found = {"block_sizes": sizes, "prompts": chosen.identity(), "raw_reason": target.raw_reason(options.raw)}
     header = experiment.header("ksweep", argv, asked | found, target, identity)
     show_card(ksweep_card(target, identity, chosen, compared, plan, found["raw_reason"]), sys.stdout)
-    result = experiment.run(header, target, compared, encoded, plan, progress)
+    result = experiment.run(header, compared, encoded, plan, progress)
+    result["findings"] = report.findings(result)
     print(report.text(result, result["arms"]), flush=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     manifest.write_json(out, result)
@@ -240,72 +202,58 @@ def cost(options, argv):
 
     shape = options.target.startswith(shapes.PREFIX)
     dtype = {"dtype": options.dtype} if options.dtype else {}
+    survival = options.survival_of and widest_survival(options.survival_of)
     target = (shapes.build if shape else targets.load)(options.target, **dtype)
-    asked = {name: value for name, value in vars(options).items() if name not in ("command", "out")}
-    header = experiment.header("cost", argv, asked, target, None)
-    show_card(identity_card(target, None), sys.stdout)
+    drafter, identity = open_priced(target, options)
+    asked = {name: str(value) if isinstance(value, pathlib.Path) else value for name, value in vars(options).items()}
+    asked = {name: value for name, value in asked.items() if name not in ("command", "out")}
+    header = experiment.header("cost", argv, asked, target, identity)
+    show_card(identity_card(target, identity), sys.stdout)
     out.parent.mkdir(parents=True, exist_ok=True)
     plan = options.widths, options.contexts, options.prefills, options.rounds, options.cycles
     found = costs.measure(target, *plan, lambda result: manifest.write_json(out, header | {"cost": result}))
     for W in (1, *options.widths):
         print(" ".join(f"{name} W={W} {row[W]['ms']:.2f} ms" for name, row in found["widths"].items()))
-    return {"status": "done", "out": str(out), **found["headline"], "floor_ms": found["floor_ms"]}
+    found["model"] = fitted(target, drafter, options, found, survival)
+    manifest.write_json(out, header | {"cost": found})
+    figures = {"status": "done", "out": str(out), **found["headline"], "floor_ms": found["floor_ms"]}
+    return figures | ({"best": found["model"]["best"]} if survival else {})
 
 
-def default_out(command, target):
-    """runs/<command>/<target>-<time>.json."""
-    name = pathlib.PurePath(target.partition("@")[0]).name.replace(":", "-")
-    return RUNS / command / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}.json"
+def open_priced(target, options):
+    """(the drafter whose draft passes are timed, its identity), or (None, None)."""
+    from decode.lab import arms
+
+    if options.drafter is None:
+        return None, None
+    return arms.open_drafter(target, options.drafter, allow_mismatch=options.allow_target_mismatch)
 
 
-def refuse_unwritable(out):
-    """Raise now, not after the work, where the result could not be written: write as much nearby and remove that."""
-    from drafter import manifest
+def widest_survival(path):
+    """The survival of the widest block size of a sweep's result. Raises UserError where it has none."""
+    from decode.lab import report as reports
 
-    if out.is_dir():
-        raise UserError(f"--out {out} is a folder; name a file in it, such as {out / 'ksweep.json'}")
-    manifest.refuse_special(out)
-    folder = next(folder for folder in out.absolute().parents if folder.exists())
-    if not folder.is_dir():
-        raise UserError(f"--out {out}: {folder} is a file; choose a place in a folder")
-    try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".foredraft-", suffix=".partial") as stream:
-            stream.write(b"\0" * PROBE_BYTES)
-            stream.flush()
-    except OSError as error:
-        error.filename = str(out)
-        raise
+    arms = [arm for arm in reports.read(path)["arms"] if arm["kind"] == "dflash" and arm["survival"]]
+    if not arms:
+        raise UserError(f"--survival-of {path}: no arm of a drafter in it; name a result of ksweep")
+    return max(arms, key=lambda arm: arm["block_size"])["survival"]
 
 
-def progress(items, *, total, desc):
-    """Items under a bar on standard error, with rate and time left."""
-    import tqdm
+def fitted(target, drafter, options, found, survival):
+    """The cost model of what was measured, printed; with a survival, the block size that it makes best."""
+    from decode.lab import forecast
+    from decode.lab import report as reports
 
-    options = {"unit": " runs", "dynamic_ncols": True, "mininterval": 1.0, "disable": not total}
-    return tqdm.tqdm(items, total=total, desc=desc, **options)
-
-
-def identity_card(target, drafter):
-    """The card's lines on what decodes."""
-    from kernels import backend
-
-    machine = backend.describe()
-    mark = f"fingerprint {target.fingerprint[:16]}…" if target.fingerprint else "random weights"
-    return {
-        "target": f"{target.source} {target.dtype}  {mark}",
-        "drafter": drafter_line(drafter),
-        "device": f"{machine['device']} ({machine['reason']}), BLAS {machine['blas']['name']}, TF32 {machine['tf32']}",
-    }
-
-
-def drafter_line(drafter):
-    """Which drafter, by digest where it has one."""
-    if drafter is None:
-        return "none: plain decoding"
-    if drafter["path"] is None:
-        return f"untrained control, seed {drafter['seed']}"
-    mismatch = "  MADE FOR ANOTHER TARGET" if drafter["target_mismatch"] else ""
-    return f"{drafter['path']}  sha256 {drafter['sha256'][:16]}…{mismatch}"
+    sizes = drafter and [B for B in options.widths if drafter.config.block_size >= B]
+    drafted = forecast.drafting(target, drafter, sizes, options.contexts, options.rounds) if sizes else None
+    model = forecast.model(found, drafted)
+    for title, header, rows, notes in forecast.cost_tables(model):
+        print("\n".join(["", title, "", reports.as_text(header, rows), *notes]))
+    if survival:
+        B, speed = forecast.best(survival, model["costs"])
+        model |= {"best": {"B": B, "over_plain": speed}}
+        print(f"\nwith the survival of {options.survival_of}, B = {B} is best: {speed:.2f} times plain")
+    return model
 
 
 def ksweep_card(target, drafter, chosen, compared, plan, raw_reason):
@@ -318,12 +266,6 @@ def ksweep_card(target, drafter, chosen, compared, plan, raw_reason):
         "arms": ", ".join(arm.name for arm in compared),
         "plan": f"at most {plan.max_tokens} tokens, {plan.repeats} repeat(s) after {plan.warmup} warm-up run(s) an arm",
     }
-
-
-def show_card(lines, stream):
-    """Print what is about to run, on what."""
-    for name, line in lines.items():
-        print(f"{name:<10} {line}", file=stream, flush=True)
 
 
 def closing(result, out):

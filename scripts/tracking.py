@@ -51,12 +51,12 @@ class Log:
 
 
 def truncate(path, start):
-    """Drop lines of steps after `start` from an earlier attempt, so that each step is logged once."""
+    """Drop lines of steps after `start` from an earlier attempt, and step 0, which comes again: each is logged once."""
     from drafter import manifest
 
     if not path.is_file():
         return
-    kept = [line for line in path.read_text().splitlines() if line and json.loads(line)["step"] <= start]
+    kept = [line for line in path.read_text().splitlines() if start and line and json.loads(line)["step"] <= start]
     with manifest.atomic(path, "w") as stream:
         stream.write("".join(line + "\n" for line in kept))
 

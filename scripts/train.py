@@ -214,14 +214,17 @@ class Session:
             ranks=self.job,
         )
         before = self.target.live_digest()
+        evaluators = [self.validation(goal), self.walk()] if self.job.writes else []
         with self.log(start) as log, interruptible(self, self.job):
             try:
+                if self.warm_start and start == 0:  # where the curve of what adapting recovers begins
+                    log({"step": 0, **trainer.evaluate(self.drafter, evaluators)})
                 done = trainer.fit(
                     loop,
                     feed,
                     start=start,
                     options=settings,
-                    evaluators=[self.validation(goal), self.walk()] if self.job.writes else [],
+                    evaluators=evaluators,
                     save=lambda step, figures: self.save(loop, step, figures, log),
                     log=log,
                     stopping=lambda: self.job.any(self.stop),
@@ -303,7 +306,8 @@ class Session:
             "config_digest": configuration.digest(self.config),
             "data": [*self.corpus.train.sources, {"name": "packed rows", "sha256": self.corpus.train.sha256}],
             "argv": self.argv,
-            "extra": {"step": step, "ranks": self.job.size, **self.warm_start, **(figures or {})},
+            "extra": {"step": step, "ranks": self.job.size, "row_tokens": self.config.data.row_tokens}
+            | {**self.warm_start, **(figures or {})},
         }
         checkpoint.save_step(self.run, step, self.drafter, loop.state(), {"best": self.best}, **record)
         if better:

@@ -19,8 +19,10 @@ ROOMS = {
         answers sanity questions conversations journal synthesis features checkpoint release turns objective trainer
         library ngram scratch appraisal pretrain variants""",
     "decode": "transaction verify proposers schedule cycle stream",
-    "decode.lab": "prompts health statistics ties arms timing walk cost experiment report",
-    "scripts": "edge traps tracking session pretraining train spec_decode synthesize make_variant manifest doctor",
+    "decode.lab": """prompts health statistics shown ties arms timing walk cost experiment agreement transfer
+        lengths controls factors calibration policies staging forecast report""",
+    "scripts": """edge traps tracking session pretraining train opening evaluate spec_decode synthesize
+        make_variant manifest doctor""",
 }
 RANKS = {
     (room, module): (depth, place)

@@ -10,6 +10,7 @@ T prompt tokens, K proposals, V vocabulary.
 
 import dataclasses
 import time
+from collections.abc import Callable
 
 import mlx.core as mx
 import mlx_lm
@@ -36,13 +37,19 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One way of decoding; kind is mlx_lm, plain, ngram or dflash, and block_size is None for the first two."""
+    """One way of decoding; kind is mlx_lm, plain, ngram or dflash, and block_size is None for the first two.
+
+    part: which part of an evaluation it belongs to, where arms of several targets are compared side by side. policy:
+    makes a fresh schedule for each text, in place of the fixed block size, which is then the largest.
+    """
 
     name: str
     kind: str
     block_size: int | None
     target: Target
     proposer: Proposer | None = None
+    part: str | None = None
+    policy: Callable | None = None
 
     def run(self, tokens, max_tokens, clock=None):
         """Decode a prompt (T ids) as a caller would, timed where each emitted token reaches the caller. Returns Run.
@@ -56,13 +63,18 @@ class Arm:
         cycles = []
         responses = stream.stream_generate(
             self.target, tokenizer, list(tokens), self.proposer,
-            max_tokens=max_tokens, block_size=self.block_size, on_cycle=cycles.append, clock=clock,
+            max_tokens=max_tokens, on_cycle=cycles.append, clock=clock, **self.sizing(),
         )  # fmt: skip
         return clocked(responses, cycles)
 
+    def sizing(self):
+        """The options of a decode that say how large its blocks are."""
+        return {"schedule": self.policy()} if self.policy else {"block_size": self.block_size}
+
     def replay(self, tokens, max_tokens):
         """Run a drafting arm again, keeping what an audit needs: (emitted ids, one `ties.Verify` per cycle)."""
-        noting, schedule, ends = Noting(self.proposer), Fixed(self.block_size), self.target.eos_ids
+        noting, ends = Noting(self.proposer), self.target.eos_ids
+        schedule = self.sizing().get("schedule") or Fixed(self.block_size)
         steps = cycle.decode(self.target, list(tokens), noting, schedule, max_tokens=max_tokens, eos_ids=ends)
         emitted, verifies = [], []
         for step in steps:
@@ -127,12 +139,27 @@ def ksweep(target, drafter, block_sizes, ngrams, ngram_block_size):
     ]
 
 
+def carried(target, drafter, path):
+    """A drafter made for another target, for this one: loaded for it, or the same untrained control.
+
+    Raises UserError where the target's shape does not take it.
+    """
+    return open_drafter(target, path, allow_mismatch=True)[0] if path else drafter
+
+
+def within(part, compared):
+    """The arms as arms of one part of an evaluation."""
+    return [dataclasses.replace(arm, part=part) for arm in compared]
+
+
 def open_drafter(target, path, *, allow_mismatch):
     """(drafter, what a result records of it) from a checkpoint's path."""
     loaded = checkpoint.load_drafter(path, target, allow_mismatch=allow_mismatch)
     folder = loaded.folder.resolve()
     inside = folder.relative_to(manifest.ROOT) if folder.is_relative_to(manifest.ROOT) else folder
     identity = {"path": str(inside), "sha256": loaded.sha256, "kind": loaded.kind, "target_mismatch": loaded.mismatch}
+    if (folder / manifest.NAME).is_file():
+        identity["trained_length"] = manifest.read(folder).extra.get("row_tokens")
     return loaded.drafter, identity
 
 

@@ -9,6 +9,9 @@ the instrumented pass (stage times need synchronisation, so they never come from
                  `finish`, `place` (position in the interleaving), `disturbed` (reasons, by health.rule)
     stages       one per arm and prompt of the instrumented pass: cycles, and seconds in draft, verify, commit and all
     divergences  one per arm, prompt and distinct outcome that left `plain`: see `ties`
+
+Where an evaluation has parts (one a target, or one a context length), every row, stage, divergence and arm names its
+`part`, and each part has a baseline and a plain arm of its own: nothing is compared across parts here.
 """
 
 import dataclasses
@@ -21,17 +24,19 @@ from drafter import manifest
 from kernels.errors import UserError
 
 SCHEMA = "foredraft.result/1"
+JOINED = ("arms", "rows", "stages", "divergences")
 INSTRUMENTED = 4  # prompts; assumed enough for a mean over a hundred cycles or more
 SHOWN = ("MLX_", "FOREDRAFT_", "OMP_", "OPENBLAS_", "MKL_")  # environment that changes speed or rounding
 
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """A prompt ready to run: its id and category in the set, and its token ids, template included."""
+    """A prompt ready to run: its id and category in the set, and its token ids, template included; part: see above."""
 
     id: str
     category: str
     tokens: tuple[int, ...]
+    part: str | None = None
 
 
 def encode(target, prompts, plan, *, raw=False):
@@ -65,10 +70,11 @@ def header(command, argv, config, target, drafter):
     }
 
 
-def run(header, target, arms, prompts, plan, progress):
+def run(header, arms, prompts, plan, progress, instrumented=None):
     """Measure the arms on encoded prompts. Returns the whole result.
 
-    arms: the baseline first, `plain` among them. progress: wraps an iterable to show how far it is, as tqdm does;
+    arms: the baseline first, `plain` among them. instrumented: the prompts of the stage pass (a few spread over all).
+    progress: wraps an iterable to show how far it is, as tqdm does;
     called as progress(iterable, total=…, desc=…).
     """
     before = health.snapshot()
@@ -77,14 +83,15 @@ def run(header, target, arms, prompts, plan, progress):
     total = plan.repeats * len(prompts) * len(arms)
     rows = [as_row(*found) for found in progress(timing.timed_rows(arms, prompts, plan), total=total, desc="timed")]
     after = health.snapshot()
-    pairs = [(arm, prompt) for prompt in spread(prompts, INSTRUMENTED) for arm in arms if arm.kind != "mlx_lm"]
+    staged = spread(prompts, INSTRUMENTED) if instrumented is None else instrumented
+    pairs = [(arm, prompt) for prompt in staged for arm in arms if arm.kind != "mlx_lm"]
     stages = [as_stage(arm, prompt, plan) for arm, prompt in progress(pairs, total=len(pairs), desc="stages")]
     cases = diverging(rows, [arm for arm in arms if arm.block_size])
-    audited = [examine(target, case, prompts, plan) for case in progress(cases, total=len(cases), desc="divergences")]
+    audited = [examine(case, prompts, plan) for case in progress(cases, total=len(cases), desc="divergences")]
     flagged = [index for index, row in enumerate(rows) if row["disturbed"]]
     result = header | {
         "health": {"before": before, "after": after, "rule": health.RULE, "flagged_rows": flagged},
-        "arms": [{"name": arm.name, "kind": arm.kind, "block_size": arm.block_size} for arm in arms],
+        "arms": [described(arm, part) for part in parts_of(rows) for arm in arms if arm.part in (None, part)],
         "rows": rows,
         "stages": stages,
         "divergences": audited,
@@ -92,25 +99,55 @@ def run(header, target, arms, prompts, plan, progress):
     return result | {"arms": summarise(result)}
 
 
+def described(arm, part):
+    """What a result says of an arm before its figures, in the part it is listed for."""
+    return {"name": arm.name, "kind": arm.kind, "block_size": arm.block_size} | marked(part)
+
+
+def marked(part):
+    """The key that names a record's part; none where an evaluation has one part only."""
+    return {} if part is None else {"part": part}
+
+
+def parts_of(records):
+    """The parts that records name, in order of first appearance; [None] where they name none."""
+    return list(dict.fromkeys(record.get("part") for record in records))
+
+
+def in_part(records, part):
+    """The records of one part."""
+    return [record for record in records if record.get("part") == part]
+
+
 def as_row(arm, prompt, place, repeat, run, disturbed):
     """The result row of one timed run."""
-    return {
-        "arm": arm.name,
-        "prompt": prompt.id,
-        "category": prompt.category,
-        "repeat": repeat,
-        "place": place,
-        "prompt_tokens": len(prompt.tokens),
-        "tokens": list(run.tokens),
-        "seconds": run.seconds,
-        "prefill_seconds": run.prefill_seconds,
-        "finish": run.finish,
-        "proposed_per_cycle": [cycle.proposed for cycle in run.cycles],
-        "accepted_per_cycle": [cycle.accepted for cycle in run.cycles],
-        "committed_per_cycle": [cycle.committed for cycle in run.cycles],
-        "loop_fraction": statistics.loop_fraction(run.tokens),
-        "disturbed": disturbed,
-    }
+    return (
+        {
+            "arm": arm.name,
+            "prompt": prompt.id,
+            "category": prompt.category,
+            "repeat": repeat,
+            "place": place,
+            "prompt_tokens": len(prompt.tokens),
+            "tokens": list(run.tokens),
+            "seconds": run.seconds,
+            "prefill_seconds": run.prefill_seconds,
+            "finish": run.finish,
+            "proposed_per_cycle": [cycle.proposed for cycle in run.cycles],
+            "accepted_per_cycle": [cycle.accepted for cycle in run.cycles],
+            "committed_per_cycle": [cycle.committed for cycle in run.cycles],
+            "loop_fraction": statistics.loop_fraction(run.tokens),
+            "disturbed": disturbed,
+        }
+        | marked(arm.part or prompt.part)
+        | told(run.cycles)
+    )
+
+
+def told(cycles):
+    """What the drafter said of its proposals, where a schedule asked."""
+    said = [[round(value, 5) for value in cycle.confidence] for cycle in cycles]
+    return {"confidence_per_cycle": said} if any(said) else {}
 
 
 def as_stage(arm, prompt, plan):
@@ -118,32 +155,38 @@ def as_stage(arm, prompt, plan):
     run = arm.run(prompt.tokens, plan.max_tokens, clock=time.perf_counter)
     timing.settle()
     spent = {stage: sum(cycle.seconds[stage] for cycle in run.cycles) for stage in statistics.STAGES}
-    return {"arm": arm.name, "prompt": prompt.id, "cycles": len(run.cycles), "seconds": run.seconds, **spent}
+    return {"arm": arm.name, "prompt": prompt.id, "cycles": len(run.cycles), "seconds": run.seconds, **spent} | marked(
+        arm.part or prompt.part
+    )
 
 
 def diverging(rows, arms):
     """(arm, row, plain's tokens) for every distinct outcome of a speculative arm that left plain in its repeat."""
-    plain = {(row["prompt"], row["repeat"]): row["tokens"] for row in rows if row["arm"] == "plain"}
-    by_name = {arm.name: arm for arm in arms}
+    place = lambda row: (row.get("part"), row["prompt"], row["repeat"])
+    plain = {place(row): row["tokens"] for row in rows if row["arm"] == "plain"}
+    by_name = {(arm.part or part, arm.name): arm for arm in arms for part in parts_of(rows)}
     cases = {}
     for row in rows:
-        expected = plain[row["prompt"], row["repeat"]]
-        if row["arm"] in by_name and row["tokens"] != expected:
-            key = row["arm"], row["prompt"], tuple(row["tokens"]), tuple(expected)
-            cases.setdefault(key, (by_name[row["arm"]], row, expected))
+        arm, expected = by_name.get((row.get("part"), row["arm"])), plain[place(row)]
+        if arm and row["tokens"] != expected:
+            key = row.get("part"), arm.name, row["prompt"], tuple(row["tokens"]), tuple(expected)
+            cases.setdefault(key, (arm, row, expected))
     return list(cases.values())
 
 
-def examine(target, case, prompts, plan):
+def examine(case, prompts, plan):
     """Audit one diverging row: replay the arm to see what its verify was given and what logits it got."""
     arm, row, expected = case
-    prompt = next(prompt for prompt in prompts if prompt.id == row["prompt"])
+    found = [prompt for prompt in prompts if prompt.id == row["prompt"]]
+    prompt = next(prompt for prompt in found if prompt.part in (None, row.get("part")))
     tokens, verifies = arm.replay(prompt.tokens, plan.max_tokens)
     position = ties.first_divergence(expected, row["tokens"])
     replayed = list(tokens[: position + 1]) == row["tokens"][: position + 1]
     verify = locate(verifies, position) if replayed else rebuilt(row, position)
-    record = ties.audit(target, prompt.tokens, expected, row["tokens"], verify)
-    return {"arm": arm.name, "prompt": row["prompt"], "repeat": row["repeat"], "replayed": replayed, **record}
+    record = ties.audit(arm.target, prompt.tokens, expected, row["tokens"], verify)
+    return {"arm": arm.name, "prompt": row["prompt"], "repeat": row["repeat"], "replayed": replayed, **record} | marked(
+        row.get("part")
+    )
 
 
 def locate(verifies, position):
@@ -167,18 +210,31 @@ def rebuilt(row, position):
 
 
 def summarise(result):
-    """A result's figures per arm, from its rows, stages and divergences alone."""
-    arms = statistics.summarise(result["rows"], result["arms"])
-    stages = statistics.group(result["stages"], "arm")
-    audited = statistics.group(result["divergences"], "arm")
+    """A result's figures per arm, part by part, from its rows, stages and divergences alone."""
+    return [arm for part in parts_of(result["arms"]) for arm in summarise_part(result, part)]
+
+
+def summarise_part(result, part):
+    """The figures of the arms of one part."""
+    rows, arms, stages, audited = (in_part(result[name], part) for name in ("rows", "arms", "stages", "divergences"))
+    arms = [arm | marked(part) for arm in statistics.summarise(rows, arms)]
+    stages, audited = statistics.group(stages, "arm"), statistics.group(audited, "arm")
     for arm in arms:
         arm["ms"] = statistics.stage_ms(stages[arm["name"]]) if arm["name"] in stages else None
         arm["divergences"] = ties.count(audited.get(arm["name"], [])) if arm["block_size"] else None
     return arms
 
 
+def join(header, results):
+    """One result of several that were measured one after another, each part with arms of its own."""
+    whole = {name: [record for found in results for record in found[name]] for name in JOINED}
+    health = results[0]["health"] | {"after": results[-1]["health"]["after"]}
+    flagged = [index for index, row in enumerate(whole["rows"]) if row["disturbed"]]
+    return header | {"health": health | {"flagged_rows": flagged}, **whole}
+
+
 def loops(result):
-    """The prompts whose plain continuation loops."""
+    """The prompts whose plain continuation loops, in any part."""
     return statistics.looping(statistics.group(result["rows"], "arm")["plain"])
 
 

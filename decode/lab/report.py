@@ -9,10 +9,21 @@ import json
 import math
 import pathlib
 
-from decode.lab import experiment, statistics
+from decode.lab import controls, experiment, factors, forecast, lengths, policies, staging, statistics, transfer
+from decode.lab.shown import fixed, ratio
 from drafter import manifest
 from kernels.errors import UserError
 
+EVALUATIONS = {
+    "adaptive": policies,
+    "confidence": policies,
+    "context": lengths,
+    "controls": controls,
+    "decompose": factors,
+    "ksweep": forecast,
+    "staged": staging,
+    "transfer": transfer,
+}  # by command: what else its rows say, and the tables of that
 TOLERANCE = 1e-9  # relative; the same sums in the same order, but JSON read back on another machine
 
 
@@ -70,7 +81,15 @@ def write(path, result, out):
     for suffix, content in ((".md", markdown(result, arms)), (".txt", plain)):
         with manifest.atomic(pathlib.Path(out) / f"{stem(path)}{suffix}", "w") as stream:
             stream.write(content)
-    return plain, [new["name"] for new, old in zip(arms, result["arms"], strict=False) if not same(new, old)]
+    changed = [label(new) for new, old in zip(arms, result["arms"], strict=False) if not same(new, old)]
+    kept = "findings" not in result or same(findings(result), result["findings"])  # an older result stores none
+    return plain, changed + ([] if kept else ["the findings"])
+
+
+def findings(result):
+    """What a result's own evaluation finds in its rows; None for a command that has none."""
+    evaluation = EVALUATIONS.get(result["command"])
+    return evaluation.findings(result) if evaluation else None
 
 
 def stem(path):
@@ -95,12 +114,23 @@ HEADER = (
 )  # fmt: skip
 
 
+def label(arm):
+    """An arm's name, with its part where there are several."""
+    return f"{arm['part']} {arm['name']}" if "part" in arm else arm["name"]
+
+
+def further(result):
+    """The tables of a result's own evaluation, from its rows: [(title, header, rows, notes)]."""
+    found = findings(result)
+    return EVALUATIONS[result["command"]].tables(found) if found else []
+
+
 def cells(arm):
     """One arm's row of the main table."""
     tau, ms = arm["tau"] or {}, arm["ms"] or {}
     total = arm["prompts"]
     return [
-        arm["name"],
+        label(arm),
         fixed(arm["tok_s"], 1),
         *ratio(arm["speedup"]),
         *ratio(arm["speedup_loop_free"]),
@@ -114,27 +144,13 @@ def cells(arm):
     ]
 
 
-def ratio(speedup):
-    """A speedup's two cells: the ratio, and its interval, or its range in words below ten prompts."""
-    if speedup is None:
-        return ["–", "–"]
-    if speedup["low"] is None:
-        return [fixed(speedup["ratio"], 3), "range {:.2f}–{:.2f}".format(*speedup["range"])]
-    return [fixed(speedup["ratio"], 3), f"{speedup['low']:.3f}–{speedup['high']:.3f}"]
-
-
 def survival_table(arms):
     """Header and rows of the survival table, for the arms that proposed anything."""
     shown = [arm for arm in arms if arm["survival"]]
     width = max((len(arm["survival"]) for arm in shown), default=0)
     blank = lambda arm: [""] * (width - len(arm["survival"]))
-    rows = [[arm["name"], *(fixed(share, 2) for share in arm["survival"]), *blank(arm)] for arm in shown]
+    rows = [[label(arm), *(fixed(share, 2) for share in arm["survival"]), *blank(arm)] for arm in shown]
     return ["P(accepted ≥ j), j =", *map(str, range(1, width + 1))], rows
-
-
-def fixed(value, places):
-    """A number to so many places, or a dash."""
-    return "–" if value is None else f"{value:.{places}f}"
 
 
 def notes(result, arms):
@@ -163,6 +179,8 @@ def notes(result, arms):
 def text(result, arms):
     """The tables for a terminal."""
     parts = [as_text(HEADER, map(cells, arms)), as_text(*survival_table(arms)), "\n".join(notes(result, arms))]
+    for title, header, rows, said in further(result):
+        parts += [title, as_text(header, rows), "\n".join(f"{line}." for line in said)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -172,7 +190,10 @@ def markdown(result, arms):
     head = f"## {result['command']}: {target['source']}, {target['dtype']}"
     made = f"commit {commit}{' (dirty)' if result['provenance']['dirty'] else ''}, {result['provenance']['created']}"
     parts = [head, made, as_markdown(HEADER, map(cells, arms)), as_markdown(*survival_table(arms))]
-    return "\n\n".join([*parts, "\n".join(f"- {line}" for line in notes(result, arms))]) + "\n"
+    parts.append("\n".join(f"- {line}" for line in notes(result, arms)))
+    for title, header, rows, said in further(result):
+        parts += [f"### {title}", as_markdown(header, rows), "\n".join(f"- {line}." for line in said)]
+    return "\n\n".join(parts) + "\n"
 
 
 def as_text(header, rows):

@@ -4,7 +4,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from decode.proposers import DFlashProposer, PromptLookup, Proposer, Scripted, as_proposer
+from decode.proposers import (
+    DFlashProposer,
+    PromptLookup,
+    Proposal,
+    Proposer,
+    Scripted,
+    StagedProposer,
+    as_proposer,
+)
 from kernels.errors import UserError
 
 FLOAT32 = 2e-5
@@ -125,3 +133,53 @@ def test_the_bare_protocol_proposes_nothing():
     proposer = Proposer()
     proposer.begin([1], ())
     assert (len(proposer.propose(1, 4)), proposer.state()) == (0, [])
+
+
+class Blocks(StagedProposer):
+    """A staged proposer whose draft passes yield the given blocks, one after another."""
+
+    def __init__(self, blocks):
+        self.rows, self.blocks, self.passes = 1 + len(blocks[0]), iter(blocks), 0
+        self.begin([], ())
+
+    def _draft(self, pending, count):
+        self.passes += 1
+        return mx.array(next(self.blocks), mx.uint32)
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """make(blocks): see Blocks; what the drafter itself would do is left out."""
+    monkeypatch.setattr(DFlashProposer, "begin", lambda self, tokens, taps: None)
+    monkeypatch.setattr(DFlashProposer, "observe", lambda self, tokens, taps: None)
+    monkeypatch.setattr(DFlashProposer, "propose", lambda self, pending, n: Proposal(self._draft(pending, n)))
+    return Blocks
+
+
+def test_a_block_goes_on_where_the_target_agrees_with_the_whole_stage(blocks):
+    staged = blocks([[11, 12, 13, 14, 15, 16], [91, 92, 93, 94, 95, 96]])
+    assert staged.propose(10, 2).tokens == (11, 12)
+    staged.observe([10, 11, 12], ())
+    assert staged.propose(13, 2).tokens == (14, 15) and staged.passes == 1  # the bonus token is what was drafted
+    staged.observe([13, 14, 15], ())
+    assert staged.propose(16, 2).tokens == (91, 92) and staged.passes == 2  # nothing is left after the 16
+
+
+@pytest.mark.parametrize(
+    ("committed", "pending"),
+    [([10, 11], 40), ([10, 11, 12], 40), ([10], 13), ([10, 11], 13)],
+    ids=["a refusal", "another bonus", "a refusal of all", "a refusal that ends in the token that was kept"],
+)
+def test_a_block_that_left_the_text_is_drafted_anew(blocks, committed, pending):
+    staged = blocks([[11, 12, 13, 14], [91, 92, 93, 94]])
+    staged.propose(10, 2)
+    staged.observe(committed, ())
+    assert staged.propose(pending, 2).tokens == (91, 92) and staged.passes == 2
+
+
+def test_a_new_text_begins_with_nothing_kept(blocks):
+    staged = blocks([[11, 12, 13, 14], [91, 92, 93, 94]])
+    staged.propose(10, 2)
+    staged.observe([10, 11, 12], ())
+    staged.begin([5, 6], ())
+    assert staged.propose(13, 2).tokens == (91, 92)

@@ -11,7 +11,8 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import tiny
-from decode.proposers import PromptLookup, Scripted
+from decode.proposers import DFlashProposer, PromptLookup, Scripted
+from decode.schedule import Cut
 from decode.stream import Writer, generate, stream_generate
 from drafter import hybrid
 from drafter import target as targets
@@ -356,3 +357,18 @@ def test_a_text_can_be_written_to_json(tiny_target, prompt):
     response = next(stream_generate(tiny_target("llama"), None, prompt))
     plain = {name: value for name, value in vars(response).items() if name not in ("logprobs", "cycle")}
     assert json.loads(json.dumps(plain)) == plain
+
+
+def test_a_schedule_decides_the_block_and_leaves_the_text_alone(tiny_target, tiny_drafter, prompt):
+    target = tiny_target("llama")
+    drafter, seen = tiny_drafter(target), []
+    ask = lambda **options: [one.token for one in stream_generate(target, None, prompt, max_tokens=23, **options)]
+    policy = Cut(6, "confidence", 0.02)
+    found = ask(drafter=DFlashProposer(target, drafter, 2), schedule=policy, on_cycle=seen.append)
+    assert found == ask()
+    widths = {cycle.proposed for cycle in seen if cycle.block_size == 6}
+    assert len(widths) > 1 and all(len(cycle.confidence) == cycle.proposed for cycle in seen)
+    with pytest.raises(UserError, match="block_size 3: the schedule decides it"):
+        ask(drafter=drafter, block_size=3, schedule=policy)
+    with pytest.raises(UserError, match="schedule: there is no drafter to use it"):
+        ask(schedule=policy)

@@ -40,7 +40,7 @@ def compare(target, plan=PLAN):
         "raw_reason": target.raw_reason(),
     }
     header = experiment.header("ksweep", ["ksweep", "--x"], config, target, identity)
-    return experiment.run(header, target, compared, encoded, plan, quiet)
+    return experiment.run(header, compared, encoded, plan, quiet)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,8 @@ import pytest
 import spec_decode
 
 import edge
+import evaluate
+import opening
 import tiny
 from decode import transaction
 from decode.lab import arms
@@ -117,8 +119,8 @@ def test_help_names_the_commands_that_exist_and_no_other(capsys):
     assert leaving.value.code == 0
     shown = capsys.readouterr().out
     listed = shown.split("positional arguments:")[1].splitlines()
-    named = [line.split()[0] for line in listed if line.startswith("    ")]
-    assert named == ["generate", "ksweep", "cost", "report"]
+    named = [line.split()[0] for line in listed if line.startswith("    ") and line[4] != " "]
+    assert named == ["generate", "ksweep", "cost", *evaluate.COMMANDS, "report"]
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +225,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_line_exit_2_and_leaves_nothing(command, target, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(spec_decode, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(opening, "RUNS", tmp_path / "runs")
     (tmp_path / "good.jsonl").write_text('{"prompt": "mill"}\n')
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "bad.jsonl").write_text('{"prompt": "mill"}\n{"prompt" "mill"}\n')
@@ -245,7 +247,7 @@ def test_a_disk_that_takes_no_result_is_refused_early(command, target, asked, tm
         def write(self, data):
             raise OSError(number, "no")
 
-    monkeypatch.setattr(spec_decode.tempfile, "NamedTemporaryFile", lambda **options: Full())
+    monkeypatch.setattr(opening.tempfile, "NamedTemporaryFile", lambda **options: Full())
     monkeypatch.setattr(spec_decode, "open_models", lambda *given: pytest.fail("the target was loaded"))
     code, closing, _, err = command(*small(target, asked, tmp_path / "result.json"))
     assert code == 2 and closing["status"] == "refused"
@@ -253,7 +255,7 @@ def test_a_disk_that_takes_no_result_is_refused_early(command, target, asked, tm
 
 
 def test_the_probe_leaves_no_file(tmp_path):
-    spec_decode.refuse_unwritable(tmp_path / "a" / "b.json")
+    opening.refuse_unwritable(tmp_path / "a" / "b.json")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -270,6 +272,22 @@ def test_cost_prints_its_ratios_and_writes_every_part(command, target, tmp_path,
     assert result["schema"] == "foredraft.result/1" and result["command"] == "cost"
     assert sorted(result["cost"]["contexts"]) == ["5", "9"] and list(result["cost"]["prefill"]) == ["7"]
     assert "mlx_lm W=2" in shown and "Traceback" not in err
+
+
+def test_cost_foretells_the_best_block_size_of_a_sweep(command, target, trained, asked, tmp_path, monkeypatch):
+    from decode.lab import cost
+
+    monkeypatch.setattr(cost, "bandwidth", lambda: 1e9)
+    sweep, out = tmp_path / "sweep.json", tmp_path / "cost.json"
+    assert command(*small(target, asked, sweep), "--drafter", trained)[0] == 0
+    argv = ("cost", "--target", target, "--dtype", "float32", "--smoke", "--widths", "2,3", "--drafter", trained)
+    code, closing, shown, _ = command(*argv, "--survival-of", sweep, "--out", out)
+    assert code == 0 and closing["best"]["B"] in (1, 2, 3) and "break-even against plain" in shown
+    model = json.loads(out.read_text())["cost"]["model"]
+    assert [one["B"] for one in model["even"]] == [2, 3] and model["draft"]["points"] == 4
+    assert json.loads(out.read_text())["drafter"]["kind"] == "dflash"
+    code, closing, _, _ = command(*argv, "--survival-of", asked, "--out", out)
+    assert code == 2 and "not a result file" in closing["error"]
 
 
 def test_cost_refuses_a_shape_that_is_not_known(command, tmp_path):

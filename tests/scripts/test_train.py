@@ -216,6 +216,9 @@ def test_a_warm_start_begins_with_the_given_weights_and_is_recorded(command, arg
     assert all(mx.array_equal(value, two[name]).item() for name, value in one.items())
     digest = manifests.sha256_file(first / "model.safetensors")
     assert manifests.read(second).extra["init_from"] == {"sha256": digest, "target_mismatch": None}
+    lines = [json.loads(line) for line in (second.parent / "metrics.jsonl").read_text().splitlines()]
+    begun, ended = (next(line for line in lines if line["step"] == step and "walked_tau" in line) for step in (0, 1))
+    assert begun["walked_tau"] == ended["walked_tau"] and begun["validation_loss"] == ended["validation_loss"]
 
 
 # Features.

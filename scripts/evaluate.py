@@ -1,0 +1,447 @@
+"""The evaluations besides ksweep: what each asks, how it is set up, and what its closing line says."""
+
+import dataclasses
+import functools
+import pathlib
+import sys
+
+from kernels.errors import UserError
+from opening import (
+    BLOCK,
+    add_models,
+    add_plan,
+    default_out,
+    identity_card,
+    open_models,
+    progress,
+    refuse_unwritable,
+    several,
+    shares,
+    show_card,
+    whole,
+)
+
+HELP = {
+    "adaptive": "measure changing block sizes",
+    "confidence": "measure cuts by confidence",
+    "context": "measure against context length",
+    "controls": "measure beside controls",
+    "decompose": "tell weights from drafting",
+    "staged": "draft more than is verified",
+    "transfer": "measure on other targets",
+}
+SIZES = (2, 4, 8, 16)  # fixed block sizes that policies are compared with, as ksweep's
+DRAFTED = 8  # rows of a block where none is asked for: what the shipped drafters are fastest at, or near it
+
+
+def add_transfer(parser, smoke):
+    """transfer's options."""
+    add_models(parser, omitted="an untrained control")
+    add = parser.add_argument
+    add("--variants", nargs="+", required=True, metavar="T", help="modified targets: folders, names or hub ids")
+    add("--block-sizes", type=several(2, BLOCK), metavar="B,…", help=f"DFlash arms ({DRAFTED}, or as D was trained)")
+    add_plan(parser, "transfer", smoke=smoke)
+
+
+def transfer(options, argv):
+    """Measure one drafter on its own target and on variants of it, and say whether to keep, adapt or retrain it."""
+    chosen, out = opened(options)
+    parts = named((options.target, *options.variants))
+    stock, drafter, identity = open_stock(options)
+    locate(options.variants, options.dtype)
+    sizes = sizes_for(options, drafter)
+    header = heading(options, argv, stock, identity, chosen, block_sizes=sizes)
+    lines = {"variants": ", ".join([*parts][1:]), "arms": f"mlx_lm, plain, dflash at {sizes}"}
+    show_card(card(options, stock, identity, chosen) | lines, sys.stdout)
+    from decode.lab import experiment
+
+    own, *others = parts
+    prompts = encoded(options, stock, chosen)
+    results = [measured(options, header, own, stock, drafter, sizes, prompts)]
+    answers = {row["prompt"]: row["tokens"] for row in results[0]["rows"] if row["arm"] == "plain"}
+    targets, agreed = [{"part": own, **stock.identity()}], []
+    for part in others:
+        target = open_variant(parts[part], stock, options)
+        prompts = encoded(options, target, chosen)
+        results.append(measured(options, header, part, target, drafter, sizes, prompts))
+        agreed += compare(part, stock, target, prompts, answers)
+        targets.append({"part": part, **target.identity()})
+    result = experiment.join(header, results) | {"targets": targets, "agreement": agreed}
+    found = finish(result, out)
+    return found | {"verdicts": {one["part"]: one["verdict"] for one in result["findings"]["targets"][1:]}}
+
+
+def measured(options, header, part, target, drafter, sizes, prompts):
+    """The result of one target of a transfer."""
+    from decode.lab import arms, experiment
+
+    mine = drafter if target.identity() == header["target"] else arms.carried(target, drafter, options.drafter)
+    compared = arms.within(part, arms.ksweep(target, mine, sizes, (), None))
+    bar = lambda items, *, total, desc: progress(items, total=total, desc=f"{part} {desc}")
+    return experiment.run(header, compared, prompts, timing_plan(options), bar)
+
+
+def open_variant(name, stock, options):
+    """A variant, loaded; refused where its tokens do not mean what the stock target's mean."""
+    from decode.lab import agreement
+    from drafter import target as targets
+
+    target = targets.load(name, dtype=options.dtype)
+    agreement.refuse_tokenizer(stock, target)
+    return target
+
+
+def compare(part, stock, target, prompts, answers):
+    """The agreement rows of one variant."""
+    from decode.lab import agreement
+
+    return [row | {"part": part} for row in agreement.on_answers(stock, target, prompts, answers)]
+
+
+def add_context(parser, smoke):
+    """context's options."""
+    add_models(parser, omitted="an untrained control")
+    add = parser.add_argument
+    add("--lengths", type=several(2), default=(512, 2048), metavar="T,…", help="tokens in view (512,2048)")
+    add("--block-sizes", type=several(2, BLOCK), metavar="B,…", help=f"DFlash arms ({DRAFTED}, or as D was trained)")
+    add_plan(parser, "context", prompts="library", smoke=smoke, lengths=(24, 96))
+
+
+def context(options, argv):
+    """Time the same documents cut at several lengths, so that difficulty and length are not confounded."""
+    from decode.lab import lengths
+
+    out = place(options)
+    target, drafter, identity = open_stock(options)
+    count = options.limit or lengths.FEWEST
+    chosen, found = lengths.documents(options.prompts, target, max(options.lengths), count)
+    encoded = lengths.cut(chosen, options.lengths, target, options.max_tokens)
+    sizes, reason = sizes_for(options, drafter), "documents are continued as they stand"
+    header = headed(options, argv, target, identity, block_sizes=sizes, prompts=found, raw_reason=reason)
+    asked = f"{len(chosen)} of {found['name']}  sha256 {found['sha256'][:16]}…, at {options.lengths} tokens"
+    lines = {"documents": asked, "plan": plan_line(options), "arms": f"mlx_lm, plain, dflash at {sizes}"}
+    show_card(identity_card(target, identity) | lines, sys.stdout)
+    from decode.lab import arms, experiment, timing
+
+    plan = timing.Plan(options.max_tokens, options.repeats, options.warmup * len(options.lengths))  # each is warmed up
+    compared = arms.ksweep(target, drafter, sizes, (), None)
+    few = lengths.few(encoded, lengths.STAGED)
+    result = experiment.run(header, compared, encoded, plan, progress, few)
+    return finish(result, out) | {"documents": len(chosen)}
+
+
+def add_controls(parser, smoke):
+    """controls' options."""
+    add_models(parser, omitted="an untrained control")
+    add = parser.add_argument
+    add(
+        "--block-size",
+        type=whole(2, BLOCK),
+        metavar="B",
+        help=f"of every drafting arm ({DRAFTED}, or as D was trained)",
+    )
+    add("--ngram", type=several(1), default=(2, 3), metavar="N,…", help="prompt lookup controls (2,3)")
+    add_plan(parser, "controls", smoke=smoke)
+
+
+def controls(options, argv):
+    """Time a drafter beside its controls: untrained, shuffled, prompt lookup, and the baseline's own twin."""
+    chosen, out = opened(options)
+    target, drafter, identity = open_stock(options)
+    size = size_for(options, drafter)
+    from decode.lab import controls as lab
+    from decode.lab import experiment
+
+    compared = lab.arms(target, drafter, size, options.ngram, options.seed)
+    prompts = encoded(options, target, chosen)
+    header = heading(options, argv, target, identity, chosen, block_size=size)
+    show_card(card(options, target, identity, chosen) | {"arms": ", ".join(arm.name for arm in compared)}, sys.stdout)
+    result = experiment.run(header, compared, prompts, timing_plan(options), progress)
+    found = finish(result, out)
+    return found | {"floor": result["findings"]["floor"]} | best(result)
+
+
+def add_policies(parser, command, smoke):
+    """The options of both commands that compare policies."""
+    add_models(parser, omitted="an untrained control")
+    add = parser.add_argument
+    add("--block-sizes", type=several(2, BLOCK), metavar="B,…", help="fixed arms; policies use the largest (2,4,8,16)")
+    add("--calibrate", type=whole(1), default=4, metavar="N", help="further prompts that set policies up (%(default)s)")
+    add_plan(parser, command, smoke=smoke, calibrate=1, block_sizes=(2, 4))
+
+
+def add_adaptive(parser, smoke):
+    """adaptive's options."""
+    add_policies(parser, "adaptive", smoke)
+
+
+def adaptive(options, argv):
+    """Time policies for the block size against fixed ones: entropy, survival, expected value, auto-off."""
+    from decode.lab import policies
+
+    return compare_policies(options, argv, policies.adaptive)
+
+
+def add_confidence(parser, smoke):
+    """confidence's options."""
+    add_policies(parser, "confidence", smoke)
+    parser.add_argument("--thresholds", type=shares, default=(0.1, 0.3, 0.6), metavar="X,…",
+                        help="chance of acceptance at which a verify is cut (0.1,0.3,0.6)")  # fmt: skip
+
+
+def confidence(options, argv):
+    """Time verifies cut where the drafter's confidence ends against fixed block sizes; say how calibrated it is."""
+    from decode.lab import policies
+
+    return compare_policies(options, argv, functools.partial(policies.confidence, thresholds=options.thresholds))
+
+
+def compare_policies(options, argv, build):
+    """Set policies up on prompts of their own and compare them on the others; build: makes the arms."""
+    chosen, own, out = opened_apart(options)
+    target, drafter, identity = open_stock(options, max(SIZES))
+    sizes = options.block_sizes or tuple(size for size in SIZES if size <= drafter.config.block_size)
+    for size in sizes:
+        size_within(size, drafter)
+    from decode.lab import experiment, policies
+
+    prompts, first = encoded(options, target, chosen), encoded(options, target, own)
+    header = heading(options, argv, target, identity, chosen, block_sizes=sizes, set_up_on=[one.id for one in first])
+    lines = {"set up on": f"{len(first)} other prompt(s)", "fixed arms": f"block sizes {sizes}"}
+    show_card(card(options, target, identity, chosen) | lines, sys.stdout)
+    setup = policies.prepare(target, drafter, sizes, first, timing_plan(options), progress)
+    compared = build(target, drafter, sizes, setup)
+    result = experiment.run(header | {"setup": setup.record()}, compared, prompts, timing_plan(options), progress)
+    found = finish(result, out)
+    ranked = [one for one in result["findings"]["policies"] if one["kind"] == "policy" and one["over_fixed"]]
+    fastest = max(ranked, key=lambda one: one["over_fixed"]["ratio"], default=None)
+    errors = {name: one["ece"] for name, one in result["findings"]["calibration"].items()}
+    best = fastest and {"policy": fastest["arm"], "over_fixed": fastest["over_fixed"]["ratio"]}
+    return found | {"fixed": result["findings"]["fixed"], "best": best, "ece": errors}
+
+
+def opened_apart(options):
+    """(the prompts to measure on, those to set up on, where the result goes): two PromptSets that share no prompt."""
+    from decode.lab import prompts
+
+    total = options.limit and options.limit + options.calibrate
+    whole = prompts.load(options.prompts, total)
+    if len(whole.prompts) <= options.calibrate or (total and len(whole.prompts) < total):
+        raise UserError(
+            f"{whole.name} holds {whole.total} prompts; --limit {options.limit or 1} and --calibrate "
+            f"{options.calibrate} need as many together: lower one of them, or give --prompts more"
+        )
+    own = prompts.spread(whole.prompts, options.calibrate)
+    rest = tuple(prompt for prompt in whole.prompts if prompt not in own)
+    return dataclasses.replace(whole, prompts=rest), dataclasses.replace(whole, prompts=tuple(own)), place(options)
+
+
+def add_staged(parser, smoke):
+    """staged's options."""
+    add_models(parser, omitted="an untrained control")
+    add = parser.add_argument
+    add("--drafted", type=whole(3), metavar="D", help="rows of a draft pass (as many as D was trained at)")
+    add("--verified", type=several(2, BLOCK), default=(4, 8), metavar="V,…", help="rows of a verify (4,8)")
+    add_plan(parser, "staged", smoke=smoke, drafted=5, verified=(2, 3))
+
+
+def staged(options, argv):
+    """Time blocks of which a part is verified at once: the rest thrown away, or offered in later cycles."""
+    chosen, out = opened(options)
+    target, drafter, identity = open_stock(options, options.drafted or max(SIZES))
+    drafted = size_within(options.drafted or drafter.config.block_size, drafter)
+    if max(options.verified) >= drafted:
+        raise UserError(
+            f"--verified {max(options.verified)}: expected fewer rows than are drafted, {drafted}; lower it"
+        )
+    from decode.lab import experiment, staging
+
+    compared = staging.arms(target, drafter, drafted, options.verified)
+    prompts = encoded(options, target, chosen)
+    header = heading(options, argv, target, identity, chosen, drafted=drafted)
+    show_card(card(options, target, identity, chosen) | {"arms": ", ".join(arm.name for arm in compared)}, sys.stdout)
+    result = experiment.run(header, compared, prompts, timing_plan(options), progress)
+    found = finish(result, out)
+    speeds = {one["arm"]: one["over"]["ratio"] for one in result["findings"] if one["over"]}
+    return found | best(result) | {"over": speeds}
+
+
+def add_decompose(parser, smoke):
+    """decompose's options."""
+    add_models(parser, omitted="an untrained control")
+    add = parser.add_argument
+    add("--variant", required=True, metavar="T", help="the other weights, such as make_variant.py's 4 bits")
+    add(
+        "--block-size", type=whole(2, BLOCK), metavar="B", help=f"where drafting is on ({DRAFTED}, or as D was trained)"
+    )
+    add_plan(parser, "decompose", smoke=smoke)
+
+
+def decompose(options, argv):
+    """Time weights and drafting as two factors: all four cells, interleaved, so that neither wins the other's share."""
+    chosen, out = opened(options)
+    parts = named((options.target, options.variant))
+    target, drafter, identity = open_stock(options)
+    size = size_for(options, drafter)
+    variant = open_variant(options.variant, target, options)
+    from decode.lab import arms, experiment, factors
+
+    carried = arms.carried(variant, drafter, options.drafter)
+    compared = factors.arms(target, variant, drafter, carried, size, list(parts))
+    prompts = encoded(options, target, chosen)
+    header = heading(options, argv, target, identity, chosen, block_size=size)
+    cells = f"{' and '.join(parts)}, each by mlx_lm, plain and dflash-{size}"
+    show_card(card(options, target, identity, chosen) | {"cells": cells}, sys.stdout)
+    targets = [{"part": part, **one.identity()} for part, one in zip(parts, (target, variant), strict=True)]
+    result = experiment.run(header, compared, prompts, timing_plan(options), progress) | {"targets": targets}
+    found = finish(result, out)
+    effects = {name: one["value"] for name, one in result["findings"]["effects"].items()}
+    return found | {"log_speedup": effects, "shares": result["findings"]["shares"]}
+
+
+# What the evaluations share.
+
+
+def opened(options):
+    """(the prompt set, where the result goes), both checked before anything is loaded."""
+    from decode.lab import prompts
+
+    return prompts.load(options.prompts, options.limit), place(options)
+
+
+def place(options):
+    """Where the result goes, checked to be writable."""
+    out = options.out or default_out(options.command, options.target)
+    refuse_unwritable(out)
+    return out
+
+
+def open_stock(options, widest=DRAFTED):
+    """open_models, the untrained control as wide as the widest block asked for, or `widest` where none was."""
+    sizes = vars(options).get("block_sizes") or (vars(options).get("block_size") or widest,)
+    return open_models(options, {"block_size": max(sizes), "seed": options.seed})
+
+
+def sizes_for(options, drafter):
+    """The block sizes asked for, else DRAFTED or the most that the drafter was trained at."""
+    return options.block_sizes or (min(DRAFTED, drafter.config.block_size),)
+
+
+def size_for(options, drafter):
+    """The block size asked for, else DRAFTED or the most that the drafter was trained at. Raises UserError."""
+    return size_within(options.block_size or min(DRAFTED, drafter.config.block_size), drafter)
+
+
+def size_within(size, drafter):
+    """A block size, if the drafter can draft it. Raises UserError."""
+    from decode.schedule import Fixed
+
+    return Fixed(size, most=drafter.config.block_size).size
+
+
+def timing_plan(options):
+    """The timing.Plan that the options ask for."""
+    from decode.lab import timing
+
+    return timing.Plan(options.max_tokens, options.repeats, options.warmup)
+
+
+def encoded(options, target, chosen):
+    """The prompts, encoded by a target and checked against its context."""
+    from decode.lab import experiment
+
+    return experiment.encode(target, chosen.prompts, timing_plan(options), raw=options.raw)
+
+
+def heading(options, argv, target, identity, chosen, **found):
+    """The head of a result over a prompt set: options as asked and as found."""
+    found |= {"prompts": chosen.identity(), "raw_reason": target.raw_reason(options.raw)}
+    return headed(options, argv, target, identity, **found)
+
+
+def headed(options, argv, target, identity, **found):
+    """The head of a result: options as asked and as found."""
+    from decode.lab import experiment
+
+    asked = {name: value for name, value in vars(options).items() if name not in ("command", "out")}
+    return experiment.header(options.command, argv, asked | found, target, identity)
+
+
+def card(options, target, identity, chosen):
+    """The card's lines of an evaluation over prompts."""
+    reason = target.raw_reason(options.raw)
+    return {
+        **identity_card(target, identity),
+        "prompts": f"{len(chosen.prompts)} of {chosen.total} of {chosen.name}  sha256 {chosen.sha256[:16]}…  "
+        f"({chosen.identity()['turns']}; {f'fed raw: {reason}' if reason else 'chat template applied'})",
+        "plan": plan_line(options),
+    }
+
+
+def plan_line(options):
+    """How often and how far each arm runs."""
+    plan = timing_plan(options)
+    smoke = "; SMOKE: nothing here is a measurement" if options.smoke else ""
+    runs = f"{plan.repeats} repeat(s) after {plan.warmup} warm-up run(s) an arm"
+    return f"at most {plan.max_tokens} tokens, {runs}{smoke}"
+
+
+def finish(result, out):
+    """Add the findings, print every table, write the result; returns the closing figures."""
+    from decode.lab import report
+    from drafter import manifest
+
+    result["findings"] = report.findings(result)
+    print(report.text(result, result["arms"]), flush=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    manifest.write_json(out, result)
+    defects = sum(arm["divergences"]["defect"] for arm in result["arms"] if arm["divergences"])
+    flagged = len(result["health"]["flagged_rows"])
+    return {"status": "failed" if defects else "done", "out": str(out), "defects": defects, "flagged_rows": flagged}
+
+
+def best(result):
+    """The drafter's fastest arm and its speedup; nothing where no arm of it emitted enough to have one."""
+    drafted = [arm for arm in result["arms"] if arm["kind"] == "dflash" and arm["speedup"]]
+    if not drafted:
+        return {"best": None}
+    fastest = max(drafted, key=lambda arm: arm["speedup"]["ratio"])
+    speedup = fastest["speedup"]
+    return {"best": fastest["name"], "speedup": speedup["ratio"], "interval": [speedup["low"], speedup["high"]]}
+
+
+def named(names):
+    """{short name: the name given} of several targets. Raises UserError where two would be called the same."""
+    parts = {}
+    for name in names:
+        short = pathlib.PurePath(str(name).partition("@")[0]).name
+        if short in parts:
+            raise UserError(f"targets {parts[short]} and {name} are both called {short}; rename one folder")
+        parts[short] = name
+    return parts
+
+
+def locate(names, dtype):
+    """Find every target now: one that is missing is refused before an hour of measuring the others."""
+    from drafter import sources
+    from drafter import target as targets
+
+    for name in names:
+        sources.locate(name, dtype=dtype or targets.default_dtype())
+
+
+COMMANDS = {
+    "adaptive": (add_adaptive, adaptive),
+    "confidence": (add_confidence, confidence),
+    "context": (add_context, context),
+    "controls": (add_controls, controls),
+    "decompose": (add_decompose, decompose),
+    "staged": (add_staged, staged),
+    "transfer": (add_transfer, transfer),
+}  # in the order that --help lists: each command's options, and the command
+
+
+def add_commands(commands, smoke):
+    """Add the parsers of all evaluations to spec_decode.py's own."""
+    for name, (add, run) in COMMANDS.items():
+        add(commands.add_parser(name, help=HELP[name], description=run.__doc__), smoke)
