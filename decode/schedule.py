@@ -32,7 +32,7 @@ class Fixed:
         self.size = block_size
 
     def block_size(self, remaining):
-        """B of the next cycle when `remaining` ≥ 1 tokens are still wanted: a cycle commits at most B of them."""
+        """B of the next cycle when `remaining` ≥ 1 tokens can still be committed: a cycle commits at most B of them."""
         return min(self.size, remaining)
 
     def observe(self, cycle):
