@@ -16,7 +16,6 @@ import itertools
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
 
 from drafter import rng, shared_prefix
@@ -308,17 +307,18 @@ def initialise(drafter, seed):
     return drafter
 
 
-def inferred(names_and_shapes, target, alpha=None):
+def inferred(shapes, target, alpha=None):
     """The GatedLoraConfig of a bare adapter, {tensor name: shape}: rank and projections are read off its tensors.
 
     alpha: None for 16 times the rank. Raises UserError where the tensors are no adapter's.
     """
-    ranks = {shape[-1 if name.endswith(".lora_a") else 0] for name, shape in names_and_shapes.items()}
-    others = sorted(name for name in names_and_shapes if not name.endswith((".lora_a", ".lora_b")))
+    ranks = {shape[-1 if name.endswith(".lora_a") else 0] for name, shape in shapes.items()}
+    others = sorted(name for name, shape in shapes.items()
+                    if len(shape) != 2 or not name.endswith((".lora_a", ".lora_b")))  # fmt: skip
     if others or len(ranks) != 1:
         what = f"tensor {others[0]!r}" if others else f"ranks {sorted(ranks)}"
         raise UserError(f"adapter: {what}; expected pairs of .lora_a [inputs,r] and .lora_b [r,outputs] of one rank r")
-    leaves = {".".join(name.split(".")[-3:-1]) for name in names_and_shapes}
+    leaves = {".".join(name.split(".")[-3:-1]) for name in shapes}
     mask = target.spare_id()[0]
     rank = ranks.pop()
     return GatedLoraConfig(
@@ -329,11 +329,6 @@ def inferred(names_and_shapes, target, alpha=None):
         mask_token_id=mask,
         noise_limit=noise_limit(target, mask),
     )
-
-
-def parameter_count(drafter):
-    """How many numbers the adapter trains."""
-    return sum(value.size for _, value in tree_flatten(drafter.parameters()))
 
 
 def describe(config):

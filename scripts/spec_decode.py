@@ -6,7 +6,7 @@
     python scripts/spec_decode.py report runs/ksweep --out runs/reports
 
 generate  writes an answer, streamed to standard output
-ksweep    times mlx_lm, the plain loop, an n-gram control and DFlash at every block size, interleaved, and audits
+ksweep    times mlx_lm, the plain loop, an n-gram control and the drafter at every block size, interleaved, and audits
           every output that differs from plain; ends with status "failed" where one is a defect
 cost      times plain steps, verifies, prefills and rollback beside mlx-lm's own, on a target or on a published shape
           with random weights
@@ -24,6 +24,7 @@ from kernels.errors import UserError
 
 RUNS = edge.ROOT / "runs"
 BLOCK_SIZES = (2, 4, 8, 16)
+CHANGES = ("keep", "refine2", "refine4", "always_on")  # those of decode.lab.arms, which must not load yet
 BLOCK = "a block is the pending token and at least one proposal"
 PROBE_BYTES = 1 << 16  # of a result about to be written: a disk this full is refused before the work, not after
 
@@ -52,6 +53,7 @@ def add_models(parser, omitted):
     add("--drafter", "--adapter", dest="drafter", metavar="D",
         help=f"a checkpoint folder, a run folder (its best step) or .safetensors; omitted: {omitted}")  # fmt: skip
     add("--allow-target-mismatch", action="store_true", help="use a drafter made for another target; recorded")
+    add("--alpha", type=float, metavar="A", help="of an adapter that does not say its own (16 times its rank)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="compute dtype (the device's own)")
     add("--raw", action="store_true", help="feed prompts without the chat template")
     add("--limit", type=whole(1), metavar="N", help="take N prompts, spread evenly over the set (all)")
@@ -65,7 +67,7 @@ def add_generate(parser):
     source.add_argument("--prompt", metavar="TEXT", help="the prompt (standard input when neither is given)")
     source.add_argument("--prompts", metavar="P", help="a shipped set's name, or JSON Lines with `turns` or `prompt`")
     add("--system", metavar="TEXT", help="a system turn put before every prompt")
-    add("--block-size", type=whole(2, BLOCK), metavar="B", help="rows of a draft pass (the drafter's own)")
+    add("--block-size", type=whole(1), metavar="B", help="rows of a draft pass (the drafter's own)")
     add("--max-tokens", type=whole(1), default=256, metavar="N", help="longest answer (%(default)s)")
 
 
@@ -74,7 +76,10 @@ def add_ksweep(parser):
     add_models(parser, omitted="an untrained control")
     add = parser.add_argument
     add("--prompts", default="suite", metavar="P", help="a shipped set's name, or JSON Lines (%(default)s)")
-    add("--block-sizes", type=several(2, BLOCK), metavar="B,…", help="DFlash arms (2,4,8,16, as far as D was trained)")
+    add("--block-sizes", type=several(1), metavar="B,…", help="of D's arms (2,4,8,16, DFlash as far as it was trained)")
+    add("--changes", type=changes, default=(), metavar="C,…",
+        help=f"of a gated LoRA, arms more: {', '.join(CHANGES)}")  # fmt: skip
+    add("--untrained", choices=("dflash", "gated_lora"), default="dflash", help="control without D (%(default)s)")
     add("--ngram", type=several(1), default=(3,), metavar="N,…", help="prompt lookup controls (3)")
     add("--ngram-block-size", type=whole(2, BLOCK), default=8, metavar="B", help="rows of their blocks (%(default)s)")
     add("--max-tokens", type=whole(1), default=64, metavar="N", help="cap of every answer (%(default)s)")
@@ -132,6 +137,15 @@ def several(least, why=None):
     return convert
 
 
+def changes(text):
+    """Names of CHANGES, comma-separated."""
+    found = tuple(text.split(","))
+    unknown = [name for name in found if name not in CHANGES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r}: expected some of {', '.join(CHANGES)}")
+    return found
+
+
 def generate(options, argv):
     """Write an answer to each prompt: --prompt, --prompts or standard input. Without --drafter it decodes plainly."""
     texts = read_prompts(options)
@@ -180,7 +194,7 @@ def read_prompts(options):
 def open_models(options, control=None):
     """(target, drafter, the drafter's identity), loaded in that order once the drafter's path is known to be there.
 
-    control: {block_size, seed} of the untrained drafter to draw where none was named; None for no drafter then.
+    control: {block_size, seed, kind} of the untrained drafter to draw where none was named; None for no drafter then.
     """
     prepare()
     from decode.lab import arms
@@ -190,7 +204,8 @@ def open_models(options, control=None):
     path = options.drafter and checkpoint.resolve(options.drafter)
     target = targets.load(options.target, dtype=options.dtype)
     if path:
-        return target, *arms.open_drafter(target, path, allow_mismatch=options.allow_target_mismatch)
+        asked = {"allow_mismatch": options.allow_target_mismatch, "alpha": options.alpha}
+        return target, *arms.open_drafter(target, path, **asked)
     return target, *(arms.untrained(target, **control) if control else (None, None))
 
 
@@ -208,13 +223,14 @@ def ksweep(options, argv):
     chosen = prompts.load(options.prompts, options.limit)
     out = options.out or default_out("ksweep", options.target)
     refuse_unwritable(out)
-    control = {"block_size": max(options.block_sizes or BLOCK_SIZES), "seed": options.seed}
+    control = {"block_size": max(2, *(options.block_sizes or BLOCK_SIZES)), "seed": options.seed}
+    control |= {"kind": options.untrained}
     target, drafter, identity = open_models(options, control)
     from decode.lab import arms, experiment, report, timing
     from drafter import manifest
 
-    sizes = options.block_sizes or tuple(size for size in BLOCK_SIZES if size <= drafter.config.block_size)
-    compared = arms.ksweep(target, drafter, sizes, options.ngram, options.ngram_block_size)
+    sizes = options.block_sizes or arms.fitting(drafter, BLOCK_SIZES)
+    compared = arms.ksweep(target, drafter, sizes, options.ngram, options.ngram_block_size, options.changes)
     plan = timing.Plan(options.max_tokens, options.repeats, options.warmup)
     encoded = experiment.encode(target, chosen.prompts, plan, raw=options.raw)
     asked = {name: value for name, value in vars(options).items() if name not in ("command", "out")}
@@ -331,7 +347,7 @@ def closing(result, out):
     whether any divergence is a defect."""
     from decode.lab import experiment
 
-    drafted = [arm for arm in result["arms"] if arm["kind"] == "dflash" and arm["speedup"]]
+    drafted = [arm for arm in result["arms"] if arm["kind"] in ("dflash", "gated_lora") and arm["speedup"]]
     best = max(drafted, key=lambda arm: arm["speedup"]["ratio"], default=None)
     defects = sum(arm["divergences"]["defect"] for arm in result["arms"] if arm["divergences"])
     figures = {"best": None} if best is None else {

@@ -16,8 +16,8 @@ ROOMS = {
         fused_layer block_attention fused_rows small_matmul selfcheck""",
     "drafter": """losses limits config rng manifest anchors fingerprint gguf sources watch hybrid packed layers steps
         trial target shapes heads dflash shared_prefix gated_lora formats documents corpus prompts answers synthesis
-        features checkpoint release turns objective gated_objective trainer library ngram scratch appraisal pretrain
-        variants""",
+        features checkpoint release turns objective gated_objective recipes trainer library ngram scratch appraisal
+        pretrain variants""",
     "decode": "transaction verify proposers schedule cycle stream",
     "decode.lab": "prompts health statistics ties arms timing walk cost experiment report",
     "scripts": "edge traps tracking session train spec_decode synthesize make_variant manifest doctor",

@@ -106,12 +106,12 @@ def test_the_optimizer_state_matters_to_what_follows(fresh, feed):
 
 
 def test_the_rate_warms_up_and_falls_as_half_a_cosine():
-    options = types.SimpleNamespace(learning_rate=2.0, warmup_fraction=0.04)
+    options = types.SimpleNamespace(schedule="cosine", learning_rate=2.0, warmup_fraction=0.04)
     found = [trainer.learning_rate(step, 100, options) for step in range(100)]
     assert found[:4] == pytest.approx([0.5, 1.0, 1.5, 2.0])
     expected = [1 + math.cos(math.pi * step / 96) for step in range(96)]
     assert found[4:] == pytest.approx(expected)
-    none = types.SimpleNamespace(learning_rate=2.0, warmup_fraction=0.0)
+    none = types.SimpleNamespace(schedule="cosine", learning_rate=2.0, warmup_fraction=0.0)
     assert [trainer.learning_rate(step, 1, none) for step in range(1)] == [2.0]
 
 
