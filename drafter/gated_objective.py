@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from drafter import anchors, corpus, objective, packed, rng, shared_prefix
+from drafter.gated_lora import GatedLoraConfig
 from drafter.objective import Objective
 
 CORRUPTIONS = ("all", "rate", "none")
@@ -34,39 +35,51 @@ class Batch:
     noise: mx.array
 
 
-class Feed:
-    """The training batch of any step, as `objective.Feed`; blocks grow through `sizes`, each for an equal share.
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How blocks are drawn from packed rows.
 
-    config: a `gated_lora.GatedLoraConfig`; corruption: one of CORRUPTIONS; layout: one of LAYOUTS. A step's draws are
-    keyed by (seed, step) and made for the largest block, so runs of other sizes see the same anchors and noise.
+    config  a `gated_lora.GatedLoraConfig`     widest  rows of the largest block; draws are made for it, and cut
+    layout  one of LAYOUTS                     corruption  one of CORRUPTIONS
+    A draw is keyed by (seed, stream, step) alone, so runs of other block sizes see the same anchors and noise.
     """
 
-    def __init__(self, rows, config, *, sizes, steps, rows_per_step, per_document, corruption, layout, seed):
-        self.rows, self.config, self.sizes, self.steps, self.seed = rows, config, tuple(sizes), steps, seed
-        self.rows_per_step, self.per_document = rows_per_step, per_document
-        self.corruption, self.layout = corruption, layout
-        self.steps_per_epoch = corpus.batch_count(rows, rows_per_step)
+    config: GatedLoraConfig
+    widest: int
+    per_document: int
+    corruption: str
+    layout: str
+    seed: int
 
-    def __call__(self, step):
-        """The Batch of 0-based `step`."""
-        epoch, index = divmod(step, self.steps_per_epoch)
-        _, rows = next(corpus.batches(self.rows, self.rows_per_step, self.seed, epoch, start=index))
-        size = self.sizes[min(step * len(self.sizes) // self.steps, len(self.sizes) - 1)]
-        return self.blocked(rows, size, "training", step)
-
-    def blocked(self, rows, size, stream, step, corruption=None):
-        """A `corpus.Batch` with blocks of `size` rows; the draws are those of (seed, stream, step)."""
+    def __call__(self, rows, size, stream, step):
+        """The Batch of a `corpus.Batch`, with blocks of `size` rows."""
         fields = rows.tokens, rows.loss_mask, rows.documents
-        widest = max(self.sizes)
         if self.layout == "suffix":
             drawn = suffix_blocks(*fields, size)
         else:
             generator = rng.numpy_rng(self.seed, f"{stream} anchors", step)
             drawn = anchors.sample(*fields, block_size=size + 1, per_document=self.per_document, rng=generator)
         drawn = shifted(drawn)
-        generator = rng.numpy_rng(self.seed, f"{stream} noise", step)
-        noise = corrupt(drawn, widest, self.config, corruption or self.corruption, generator)
+        noise = corrupt(
+            drawn, self.widest, self.config, self.corruption, rng.numpy_rng(self.seed, f"{stream} noise", step)
+        )
         return Batch(mx.array(rows.tokens), mx.array(rows.documents), drawn, mx.array(noise))
+
+
+class Feed:
+    """The training batch of any step, as `objective.Feed`; blocks grow through `sizes`, each for an equal share."""
+
+    def __init__(self, rows, blocks, *, sizes, steps, rows_per_step):
+        self.rows, self.blocks, self.sizes, self.steps = rows, blocks, tuple(sizes), steps
+        self.rows_per_step = rows_per_step
+        self.steps_per_epoch = corpus.batch_count(rows, rows_per_step)
+
+    def __call__(self, step):
+        """The Batch of 0-based `step`."""
+        epoch, index = divmod(step, self.steps_per_epoch)
+        _, rows = next(corpus.batches(self.rows, self.rows_per_step, self.blocks.seed, epoch, start=index))
+        size = self.sizes[min(step * len(self.sizes) // self.steps, len(self.sizes) - 1)]
+        return self.blocks(rows, size, "training", step)
 
 
 def suffix_blocks(tokens, loss_mask, documents, size):

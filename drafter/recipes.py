@@ -110,26 +110,27 @@ class GatedLoraRecipe(DFlashRecipe):
         options = self.weighing() | {"shuffled": adapter.shuffled}
         return gated_objective.Stages(lambda size: made(*self.goal(size), **options), self.sizes())
 
+    def blocks(self, corruption):
+        """How blocks are drawn."""
+        adapter, options = self.config.adapter, self.config.drafter
+        return gated_objective.Blocks(
+            gated_lora.config_for(self.target, adapter, options.block_size, options.mask_token_id),
+            options.block_size,
+            self.config.trainer.anchors_per_document,
+            corruption,
+            adapter.layout,
+            self.config.trainer.seed,
+        )
+
     def feed(self, rows):
         """Batches by step."""
-        settings, adapter = self.config.trainer, self.config.adapter
-        options = self.config.drafter
-        return gated_objective.Feed(
-            rows,
-            gated_lora.config_for(self.target, adapter, options.block_size, options.mask_token_id),
-            sizes=self.sizes(),
-            steps=settings.steps,
-            rows_per_step=settings.rows_per_step,
-            per_document=settings.anchors_per_document,
-            corruption=adapter.corruption,
-            layout=adapter.layout,
-            seed=settings.seed,
-        )
+        settings, blocks = self.config.trainer, self.blocks(self.config.adapter.corruption)
+        sizes = {"sizes": self.sizes(), "steps": settings.steps}
+        return gated_objective.Feed(rows, blocks, **sizes, rows_per_step=settings.rows_per_step)
 
     def held_out(self, rows):
         """The batch of held-out rows, whose blocks never change and hold noise alone, as in decoding."""
-        feed = self.feed(rows)
-        return feed.blocked(rows, max(feed.sizes), "validation", 0, corruption="all")
+        return self.blocks("all")(rows, self.config.drafter.block_size, "validation", 0)
 
     def memory(self, drafter):
         """Bytes by part: what stays, and what one step adds."""
