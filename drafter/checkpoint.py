@@ -41,8 +41,7 @@ def save_drafter(folder, drafter):
     An adapter's file holds its configuration too, so that it can be used by itself.
     """
     config = drafter.config.to_json()
-    alone = {name: json.dumps(value) for name, value in config.items()} if config.get("kind") else {}
-    save_arrays(folder / WEIGHTS, dict(tree_flatten(drafter.parameters())), alone)
+    save_arrays(folder / WEIGHTS, dict(tree_flatten(drafter.parameters())), alone(config))
     manifest.write_json(folder / "config.json", config)
 
 
@@ -53,6 +52,20 @@ def save_quantised(source, folder, bits, group_size=64):
     weights = {name: value.astype(mx.bfloat16) for name, value in weights.items()}
     save_arrays(folder / WEIGHTS, quantised(weights, bits, group_size))
     manifest.write_json(folder / "config.json", config | {"quantization": {"bits": bits, "group_size": group_size}})
+
+
+def save_narrowed(source, folder):
+    """Write the drafter of checkpoint folder `source` into `folder`, its weights in bfloat16."""
+    config = manifest.read_json(source / "config.json")
+    weights = read_weights(source, config.pop("quantization", None))
+    weights = {name: value.astype(mx.bfloat16) for name, value in weights.items()}
+    save_arrays(folder / WEIGHTS, weights, alone(config))
+    manifest.write_json(folder / "config.json", config)
+
+
+def alone(config):
+    """What a weights file says by itself, {name: text}: an adapter's configuration, nothing for a full drafter."""
+    return {name: json.dumps(value) for name, value in config.items()} if config.get("kind") else {}
 
 
 def save_arrays(path, arrays, metadata=None):
@@ -71,7 +84,8 @@ def quantised(weights, bits, group_size):
             continue
         if value.shape[-1] % group_size:
             raise UserError(
-                f"{name} has rows of {value.shape[-1]}, not a multiple of {group_size}: it cannot be quantised"
+                f"{name} has rows of {value.shape[-1]}, not a multiple of {group_size}: it cannot be quantised; "
+                "16 bits can always be had"
             )
         stem = name.removesuffix(".weight")
         packed[name], packed[f"{stem}.scales"], packed[f"{stem}.biases"] = mx.quantize(value, group_size, bits)

@@ -3,6 +3,7 @@
     python scripts/spec_decode.py generate --drafter runs/smollm2-135m-dflash --prompt "Explain rain to a child."
     python scripts/spec_decode.py ksweep --drafter runs/smollm2-135m-dflash --prompts gsm8k --limit 12
     python scripts/spec_decode.py cost --target shape:qwen3_5_4b --widths 5,16 --contexts 1024,4096
+    python scripts/spec_decode.py layouts --target shape:qwen3_5_4b --anchors 16,32
     python scripts/spec_decode.py report runs/ksweep --out runs/reports
 
 generate  writes an answer, streamed to standard output
@@ -10,11 +11,13 @@ ksweep    times mlx_lm, the plain loop, an n-gram control and the drafter at eve
           every output that differs from plain; ends with status "failed" where one is a defect
 cost      times plain steps, verifies, prefills and rollback beside mlx-lm's own, on a target or on a published shape
           with random weights
+layouts   times training steps of a gated LoRA, many blocks behind one reading of a window beside one block a window
 report    rebuilds the tables of result files from their rows
 """
 
 import argparse
 import datetime
+import os
 import pathlib
 import sys
 import tempfile
@@ -32,7 +35,9 @@ PROBE_BYTES = 1 << 16  # of a result about to be written: a disk this full is re
 def main(argv):
     """Run one subcommand; returns its closing figures."""
     options = build_parser().parse_args(argv)
-    return {"generate": generate, "ksweep": ksweep, "cost": cost, "report": report}[options.command](options, argv)
+    return {"generate": generate, "ksweep": ksweep, "cost": cost, "layouts": layouts, "report": report}[
+        options.command
+    ](options, argv)
 
 
 def build_parser():
@@ -42,6 +47,7 @@ def build_parser():
     add_generate(commands.add_parser("generate", help="write an answer", description=generate.__doc__))
     add_ksweep(commands.add_parser("ksweep", help="measure block sizes", description=ksweep.__doc__))
     add_cost(commands.add_parser("cost", help="time steps and verifies", description=cost.__doc__))
+    add_layouts(commands.add_parser("layouts", help="time training steps", description=layouts.__doc__))
     add_report(commands.add_parser("report", help="rebuild tables from results", description=report.__doc__))
     return parser
 
@@ -100,6 +106,24 @@ def add_cost(parser):
     add("--rounds", type=whole(1), default=21, metavar="N", help="timed units of each (%(default)s)")
     add("--cycles", type=whole(8), default=200, metavar="N", help="cycles whose memory is watched (%(default)s)")
     add("--out", type=pathlib.Path, metavar="FILE", help="result JSON (runs/cost/TARGET-TIME.json)")
+
+
+def add_layouts(parser):
+    """layouts' options."""
+    add = parser.add_argument
+    add("--target", default="smollm2", help="as elsewhere, or shape:NAME[@4bit]: random weights (%(default)s)")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="compute dtype (the device's own)")
+    add("--window", type=whole(8), default=128, metavar="T", help="tokens of a window (%(default)s)")
+    add("--rows", type=whole(1), default=4, metavar="R", help="windows of a step (%(default)s)")
+    add(
+        "--block-size", type=whole(2), default=4, metavar="B", help="the pending row and B − 1 noise rows (%(default)s)"
+    )
+    add("--anchors", type=several(1), default=(16,), metavar="N,…", help="blocks a window of the shared layout (16)")
+    add("--rank", type=whole(1), default=16, metavar="r", help="of the adapter (%(default)s)")
+    add("--loss", default="total_variation", metavar="NAME", help="one of drafter/losses.py (%(default)s)")
+    add("--rows-per-chunk", type=whole(1), default=256, metavar="N", help="rows scored at a time (%(default)s)")
+    add("--rounds", type=whole(1), default=11, metavar="N", help="timed steps of each (%(default)s)")
+    add("--out", type=pathlib.Path, metavar="FILE", help="result JSON (runs/layouts/TARGET-TIME.json)")
 
 
 def add_report(parser):
@@ -251,12 +275,9 @@ def cost(options, argv):
     prepare()
     from decode.lab import cost as costs
     from decode.lab import experiment
-    from drafter import manifest, shapes
-    from drafter import target as targets
+    from drafter import manifest
 
-    shape = options.target.startswith(shapes.PREFIX)
-    dtype = {"dtype": options.dtype} if options.dtype else {}
-    target = (shapes.build if shape else targets.load)(options.target, **dtype)
+    target = open_target(options)
     asked = {name: value for name, value in vars(options).items() if name not in ("command", "out")}
     header = experiment.header("cost", argv, asked, target, None)
     show_card(identity_card(target, None), sys.stdout)
@@ -266,6 +287,46 @@ def cost(options, argv):
     for W in (1, *options.widths):
         print(" ".join(f"{name} W={W} {row[W]['ms']:.2f} ms" for name, row in found["widths"].items()))
     return {"status": "done", "out": str(out), **found["headline"], "floor_ms": found["floor_ms"]}
+
+
+def layouts(options, argv):
+    """Time training steps of a gated LoRA in both layouts: supervised noise rows a second, on the same windows."""
+    out = options.out or default_out("layouts", options.target)
+    refuse_unwritable(out)
+    os.environ.setdefault("MLX_CUDA_USE_CUDNN_SDPA", "0")  # as in training
+    prepare()
+    from decode.lab import experiment
+    from decode.lab import layouts as compared
+    from drafter import losses, manifest
+
+    if options.loss not in losses.LOSSES:
+        raise UserError(f"--loss {options.loss}: expected one of {', '.join(losses.LOSSES)}")
+    if options.window < 2 * options.block_size:
+        raise UserError(f"--window {options.window}: expected at least two blocks of {options.block_size}")
+    target = open_target(options)
+    asked = {name: value for name, value in vars(options).items() if name not in ("command", "out")}
+    header = experiment.header("layouts", argv, asked, target, None)
+    show_card(identity_card(target, None), sys.stdout)
+    windows = compared.draw(target, options.rows, options.window)
+    shape = {"rank": options.rank, "loss": options.loss, "rows_per_chunk": options.rows_per_chunk}
+    arms = compared.arms(target, windows, options.block_size, options.anchors, **shape)
+    found = compared.measure(arms, options.rounds, progress)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    manifest.write_json(out, header | {"layouts": found})
+    for name, one in found.items():
+        print(f"{name:<10} {one['supervised_rows']} rows in {one['step_seconds']:.3f} s: {one['rows_per_second']:.1f} "
+              f"rows/s, {one['over_suffix']:.2f}×, peak {one['peak_bytes'] / 2**30:.2f} GiB")  # fmt: skip
+    return {"status": "done", "out": str(out), "over_suffix": {name: one["over_suffix"] for name, one in found.items()}}
+
+
+def open_target(options):
+    """The target of a command that needs no tokenizer: one of its own, or a shape with random weights."""
+    from drafter import shapes
+    from drafter import target as targets
+
+    shape = options.target.startswith(shapes.PREFIX)
+    dtype = {"dtype": options.dtype} if options.dtype else {}
+    return (shapes.build if shape else targets.load)(options.target, **dtype)
 
 
 def default_out(command, target):

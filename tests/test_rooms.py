@@ -19,7 +19,7 @@ ROOMS = {
         features checkpoint release turns objective gated_objective recipes trainer library ngram scratch appraisal
         pretrain variants""",
     "decode": "transaction verify proposers schedule cycle stream",
-    "decode.lab": "prompts health statistics ties arms timing walk cost experiment report",
+    "decode.lab": "prompts health statistics ties arms timing walk cost layouts experiment report",
     "scripts": "edge traps tracking session train spec_decode synthesize make_variant manifest doctor",
 }
 RANKS = {

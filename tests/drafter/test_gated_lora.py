@@ -252,7 +252,7 @@ def test_a_bare_adapter_that_names_no_target_is_refused_until_allowed(bare):
 Q = "language_model.model.layers.2.self_attn.q_proj"
 CHANGES = {
     "a missing tensor": (lambda a: a.pop(f"{Q}.lora_b"), f"missing {Q}.lora_b"),
-    "a layer too many": (lambda a: a.update({f"{Q}.lora_a".replace("2", "9"): a[f"{Q}.lora_a"]}), "unexpected .*[.]9[.]"),
+    "a layer too many": (lambda a: a.update({f"{Q}.lora_a".replace("2", "9"): mx.zeros((9, 3))}), "unexpected .*9[.]"),
     "another width": (lambda a: a.update({f"{Q}.lora_a": mx.zeros((95, 3))}), r"lora_a is \(95, 3\), not \(96, 3\)"),
     "another rank": (lambda a: a.update({f"{Q}.lora_b": mx.zeros((4, 256))}), r"ranks \[3, 4\]"),
     "another kind of tensor": (lambda a: a.update({"norm.weight": mx.zeros(3)}), "tensor 'norm.weight'"),
