@@ -137,7 +137,8 @@ class GatedLoraProposer(Proposer):
         for _ in range(self.refinements):
             tokens = mx.concatenate([tokens[:1], mx.argmax(self._pass(tokens, 0), axis=-1)[:-1].astype(mx.uint32)])
         logits = self._pass(tokens, int(self.keep))
-        return Proposal(mx.argmax(logits, axis=-1), logits[:1] if self.keep else None, 1 + self.refinements)
+        decided = logits[:1] if self.keep else None
+        return Proposal(mx.argmax(logits, axis=-1), decided=decided, forwards=1 + self.refinements)
 
     def _pass(self, tokens, kept):
         """Feed [pending, noise…] [B] and take all rows but the first `kept` back: logits [B,V]."""
