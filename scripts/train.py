@@ -2,6 +2,7 @@
 
     python scripts/train.py +experiment=quickstart
     python scripts/train.py +experiment=dflash_smollm2 data.sources=[runs/synthesis/mine] trainer.steps=4000
+    python scripts/train.py +experiment=gated_lora_smollm2 adapter.rank=16 drafter.block_size=4
     python scripts/train.py +experiment=custom_target target.source=my/model --dry-run
     python scripts/train.py +experiment=reference_hybrid trainer.minutes=6
 
