@@ -9,7 +9,7 @@ import dataclasses
 
 import mlx.core as mx
 
-from drafter import rng
+from drafter import heads, rng
 from drafter.dflash import DFlash
 from drafter.gated_lora import GatedLora
 from kernels.errors import UserError
@@ -19,13 +19,16 @@ from kernels.errors import UserError
 class Proposal:
     """What is offered to the target.
 
-    tokens    K ids: a tuple of ints, or an mx.array [K] that may not have been evaluated yet
-    decided   the target's own logits [1,V] of the pending row, where drafting has left that row in the caches: the
-              first token is then the target's decision, and a verify sends the proposals alone
-    forwards  of the target that drafting took
+    tokens      K ids: a tuple of ints, or an mx.array [K] that may not have been evaluated yet
+    confidence  float32 [K], not evaluated yet: how likely the drafter thinks each proposal to be accepted, those before
+                it given; None where it has no such head
+    decided     the target's own logits [1,V] of the pending row, where drafting has left that row in the caches: the
+                first token is then the target's decision, and a verify sends the proposals alone
+    forwards    of the target that drafting took
     """
 
     tokens: tuple | mx.array
+    confidence: mx.array | None = None
     decided: mx.array | None = None
     forwards: int = 0
 
@@ -88,10 +91,15 @@ class DFlashProposer(Proposer):
         self.drafter.extend(self.cache, self.drafter.fuse(taps))
 
     def propose(self, pending, count):
-        """Draft one block of B rows and take the argmax of slots 1..count, left on the device."""
+        """Draft one block of B rows and take the likeliest tokens of slots 1..count, left on the device."""
         block = self.drafter.noise(self.target, mx.array([[pending]], mx.uint32), max(self.rows, count + 1))
-        hidden = self.drafter.draft(self.cache, block)  # [1,B,D]
-        return Proposal(mx.argmax(self.target.score(hidden[0, 1 : count + 1]), axis=-1))
+        hidden = self.drafter.draft(self.cache, block)[0, 1 : count + 1]  # [K,D]
+        pending = mx.array(pending, mx.uint32)
+        tokens = self.drafter.propose(self.target, hidden, pending).tokens
+        if self.drafter.confidence_head is None:
+            return Proposal(tokens)
+        scores = self.drafter.confidence(hidden, heads.preceding(pending, tokens))
+        return Proposal(tokens, mx.sigmoid(scores))
 
     def state(self):
         """The context's keys and values."""

@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from drafter import dflash, fingerprint, gated_lora, manifest
+from drafter import dflash, fingerprint, gated_lora, heads, manifest
 from kernels.errors import UserError
 
 WEIGHTS = "model.safetensors"
@@ -244,10 +244,14 @@ def fill(drafter, source, weights, dtype):
 
 
 def copy_weights(loaded, drafter):
-    """Start `drafter` from a loaded one's weights; refuses shapes that differ, naming them. For warm starts."""
-    weights = dict(tree_flatten(loaded.drafter.parameters()))
-    check_weights(loaded.folder, dict(tree_flatten(drafter.parameters())), weights)
-    drafter.load_weights(list(weights.items()))
+    """Start `drafter` from a loaded one's weights; refuses shapes that differ, naming them. For warm starts.
+
+    Heads that only `drafter` has keep their first weights: a drafter without any can be given them.
+    """
+    weights, own = (dict(tree_flatten(one.parameters())) for one in (loaded.drafter, drafter))
+    expected = {name: value for name, value in own.items() if name in weights or not name.startswith(heads.NAMES)}
+    check_weights(loaded.folder, expected, weights)
+    drafter.load_weights(list(weights.items()), strict=False)
 
 
 def check_target(folder, target, allow_mismatch):

@@ -52,6 +52,8 @@ class DrafterConfig:
     layer_types: list[str] | None = None  # full_attention | sliding_attention, one a layer
     sliding_window: int = 2048
     is_causal: bool | None = None  # None: sliding layers are causal inside the block, full ones are not
+    markov_rank: int | None = None  # of a bias from the token before (DSpark: 256); None: none
+    confidence_head: bool = False  # predict which proposals will be accepted
 
 
 @dataclasses.dataclass

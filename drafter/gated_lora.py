@@ -1,7 +1,7 @@
 """The token-conditional LoRA drafter: the target itself, with a low-rank update on the rows that hold noise.
 
 R rows, T tokens, B block, D hidden, r rank. A projection W of the target becomes x W + gate · (alpha/r) (x A) B, the
-gate being 1 on noise rows and 0 on every other ("Uno"; LoRA: arXiv 2106.09685).
+gate being 1 on noise rows and 0 on every other. (LoRA: arXiv 2106.09685; gated: arXiv 2507.11851.)
 
 The target is never changed. A forward whose gate is on anywhere runs through a *view*: a copy of the target's module
 tree that shares every array, in which the adapted projections know which rows they update. A view belongs to one gate,

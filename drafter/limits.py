@@ -11,7 +11,7 @@ from drafter import losses
 FOLDER = re.compile(r"[\w-][\w.-]*")  # what may name a folder under runs/
 POSITIVE = (
     *(f"drafter.{name}" for name in ("num_taps", "intermediate_size", "num_attention_heads", "num_key_value_heads")),
-    *("drafter.head_dim", "drafter.rope_theta", "drafter.sliding_window", "data.max_documents"),
+    *("drafter.head_dim", "drafter.rope_theta", "drafter.sliding_window", "drafter.markov_rank", "data.max_documents"),
 )  # keys that are None or above 0
 
 

@@ -53,6 +53,7 @@ class SlotSums:
 
     loss: np.ndarray
     matches: np.ndarray  # the drafter's argmax is the label
+    doubt: np.ndarray  # the confidence head's binary cross-entropy on those matches; 0 without one
     counts: np.ndarray
     weighted: np.ndarray  # w·loss
     measure: float  # of the whole batch: what the weighted losses of all slots are divided by
@@ -68,6 +69,7 @@ class Chunk:
 
     slots: mx.array  # flat indices into R·N·B
     labels: mx.array
+    previous: mx.array  # the tokens before the labels
     origins: mx.array  # flat indices into R·T: the row in which the target predicts the slot's token
 
 
@@ -119,29 +121,39 @@ class Objective:
         return hidden.reshape(-1, hidden.shape[-1])
 
     def __call__(self, drafter, prepared):
-        """(Σ w·loss, what that is divided by), float32 scalars: each can be summed over ranks before the division."""
+        """(Σ w·loss, what that is divided by), float32 scalars: each can be summed over ranks before the division.
+
+        With a confidence head its binary cross-entropy is part of the loss.
+        """
         judged = self.judged(drafter, prepared, differentiable=True)
         weights, measure = self.weigh(prepared, judged.get("surprise"))
-        return mx.sum(weights * judged["loss"]), measure
+        return mx.sum(weights * (judged["loss"] + judged["doubt"])), measure
 
     def judged(self, drafter, prepared, *, differentiable=False):
-        """What `judge` says of all chunks' slots, in order, one chunk's logits in memory at a time."""
+        """What `judge` says of all chunks' slots, in order and one chunk at a time in memory; and their `doubt`."""
         rows = self.hidden(drafter, prepared)[mx.stack([chunk.slots for chunk in prepared.chunks])]
+        markov, confidence = drafter.markov_head, drafter.confidence_head
 
-        def judge(index, rows, _):
-            return self.judge(prepared, prepared.chunks[index], rows, differentiable)
+        def judge(index, rows, parameters):
+            if markov:  # the arrays that the gradient is taken by
+                markov.update(parameters)
+            return self.judge(drafter, prepared, prepared.chunks[index], rows, differentiable)
 
-        return turns.in_turn(judge, rows, {})
+        found = turns.in_turn(judge, rows, markov.parameters() if markov else {})
+        if not confidence:
+            return found | {"doubt": mx.zeros_like(found["loss"])}
+        scores = drafter.confidence(rows, mx.stack([chunk.previous for chunk in prepared.chunks]))
+        return found | {"doubt": losses.binary_cross_entropy(scores.flatten(), found["matches"])}
 
-    def judge(self, prepared, chunk, rows, differentiable):
+    def judge(self, drafter, prepared, chunk, rows, differentiable):
         """What a chunk's hidden rows [chunk,D] come to, {name: float32 [chunk]}: `loss`, and without gradient
-        `surprise`, −log q(label), where the weights ask for it, and `matches`, 1 where the argmax is the label."""
-        logits = self.target.score(rows, differentiable=differentiable)
+        `surprise`, −log q(label), and `matches`, 1 where the argmax is the label, where one is asked for."""
+        logits = drafter.score(self.target, rows, chunk.previous, differentiable)
         found = {"loss": self.loss.value(logits, self.evidence(prepared, chunk, rows))}
         logits = mx.stop_gradient(logits)
         if self.weights.of_surprise:
             found["surprise"] = losses.cross_entropy(logits, chunk.labels)
-        if not differentiable:
+        if drafter.confidence_head or not differentiable:
             found["matches"] = (mx.argmax(logits, axis=-1) == chunk.labels).astype(mx.float32)
         return found
 
@@ -165,15 +177,16 @@ class Objective:
         prepared = self.prepare(drafter, batch)
         judged = self.judged(drafter, prepared)
         weights, measure = self.weigh(prepared, judged.get("surprise"))
-        return sums_by_slot(batch.anchors.supervised, judged["loss"], judged["matches"], weights, measure)
+        return sums_by_slot(batch.anchors.supervised, judged, weights, measure)
 
     def summary(self, sums):
         """The validation figures of SlotSums: the weighted loss, and the agreement of slots 1..B−1."""
+        doubt = {"confidence_loss": float(sums.doubt.sum() / sums.counts.sum())} if sums.doubt.any() else {}
         agreement = sums.matches[1:] / np.maximum(sums.counts[1:], 1)
         return {
             "validation_loss": float(sums.weighted.sum() / max(sums.measure, 1.0)),
             "agreement": [round(float(value), 4) for value in agreement],
-        }
+        } | doubt
 
 
 def chunks(drawn, T, size):
@@ -185,22 +198,28 @@ def chunks(drawn, T, size):
     flat = np.flatnonzero(drawn.supervised)
     padded = np.zeros(-(-max(1, len(flat)) // size) * size, np.int32)
     padded[: len(flat)] = flat
-    rows, slots = padded // (N * B), padded % B
+    rows, slots, labels = padded // (N * B), padded % B, drawn.labels.reshape(-1)
     origins = np.maximum(rows * T + drawn.positions.reshape(-1)[padded // B] + slots - 1, 0)
     parts = (
         mx.array(part.astype(np.int32).reshape(-1, size))
-        for part in (padded, drawn.labels.reshape(-1)[padded], origins)
+        for part in (padded, labels[padded], labels[np.maximum(padded - 1, 0)], origins)
     )
     return tuple(Chunk(*part) for part in zip(*parts))
 
 
-def sums_by_slot(supervised, loss, matches, weights, measure):
-    """SlotSums of padded arrays in the order of the supervised slots [R,N,B]."""
+def sums_by_slot(supervised, judged, weights, measure):
+    """SlotSums of what `Objective.judged` says, whose arrays are in the order of the supervised slots [R,N,B]."""
     B = supervised.shape[-1]
     slot = np.flatnonzero(supervised) % B
 
     def sums(values):
         return np.bincount(slot, np.array(values)[: len(slot)], B)
 
-    counted = sums(matches).astype(np.int64), np.bincount(slot, minlength=B)
-    return SlotSums(sums(loss), *counted, sums(weights * loss), measure.item())
+    return SlotSums(
+        loss=sums(judged["loss"]),
+        matches=sums(judged["matches"]).astype(np.int64),
+        doubt=sums(judged["doubt"]),
+        counts=np.bincount(slot, minlength=B),
+        weighted=sums(weights * judged["loss"]),
+        measure=measure.item(),
+    )

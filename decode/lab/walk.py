@@ -104,7 +104,7 @@ def dflash_proposals(target, drafter, tokens, documents, block_size):
         R, N = positions.shape
         rows = drafter.noise(target, mx.array(pending.reshape(R * N, 1)), block_size).reshape(R, N, block_size, -1)
         hidden = drafter.blocks(context, rows, mx.array(positions), mx.array(documents))
-        return mx.argmax(target.score(hidden[:, :, 1:]), axis=-1)
+        return drafter.propose(target, hidden[:, :, 1:], mx.array(pending)).tokens
 
     return propose
 

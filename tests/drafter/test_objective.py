@@ -33,6 +33,13 @@ def drafter(llama, tiny_config, random_drafter):
                                       sliding_window=9, block_size=B))  # fmt: skip
 
 
+@pytest.fixture
+def headed(llama, tiny_config, random_drafter):
+    """A drafter with a Markov and a confidence head."""
+    layers = {"num_hidden_layers": 1, "layer_types": ("full_attention",), "block_size": B}
+    return random_drafter(tiny_config(llama, **layers, markov_rank=7, confidence_head=True))
+
+
 @pytest.fixture(scope="module")
 def rows():
     """Seven packed rows of 29 tokens: documents of 4 to 29 tokens, each with a prompt."""
@@ -65,6 +72,10 @@ def slot_rows(target, drafter, batch):
             drafter.extend(cache, drafter.fuse(target.forward(text, taps=drafter.config.target_layer_ids).taps))
         hidden = drafter.draft(cache, drafter.noise(target, mx.array([[int(tokens[anchor])]]), B))
         logits = np.array(target.score(hidden)[0], np.float64)
+        if drafter.markov_head:
+            w1, w2 = (np.array(drafter.markov_head[name].weight, np.float64) for name in ("markov_w1", "markov_w2"))
+            before = tokens[np.minimum(anchor + np.arange(B) - 1, T - 1)]  # the true token before each slot's
+            logits = logits + w1[before] @ w2.T
         judges = np.array(target.model(mx.array(tokens[start:])[None])[0], np.float64)
         for slot in range(1, B):
             at = anchor + slot
@@ -147,8 +158,7 @@ def test_a_drafter_learns_from_a_hybrid(tiny_target, tiny_config, random_drafter
 OF_TARGET = sorted(name for name, loss in losses.LOSSES.items() if loss.of_target)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
-@pytest.mark.parametrize("name", OF_TARGET)
+@pytest.mark.parametrize(("name", "kind"), [*((name, "llama") for name in OF_TARGET), ("forward_kl", "qwen3_5")])
 def test_a_loss_judges_each_slot_by_the_targets_own_prediction_of_its_token(
     name, kind, tiny_target, tiny_config, random_drafter, batch
 ):
@@ -165,6 +175,41 @@ def test_a_loss_judges_each_slot_by_the_targets_own_prediction_of_its_token(
     for slot in range(1, B):
         own = sum(loss for loss, (_, at, *_) in zip(expected, rows) if at == slot)
         assert sums.loss[slot] == pytest.approx(own, rel=RELATIVE)
+
+
+def doubts(target, drafter, batch):
+    """The confidence head's −log of what it gave the outcome, of each supervised slot, from `slot_rows`' own pieces."""
+    made = goal(target, rows_per_chunk=1000)
+    hidden = np.array(made.hidden(drafter, made.prepare(drafter, batch)), np.float64).reshape(-1, B, 96)
+    w1 = np.array(drafter.markov_head.markov_w1.weight, np.float64)
+    weight, bias = (np.array(value, np.float64) for value in drafter.confidence_head.proj.parameters().values())
+    out = []
+    N = batch.anchors.labels.shape[1]
+    for (row, n), slot, label, logits, _ in slot_rows(target, drafter, batch):
+        before = int(batch.tokens[row, int(batch.anchors.positions[row, n]) + slot - 1])
+        features = np.concatenate([hidden[row * N + n, slot], w1[before]])
+        chance = 1 / (1 + math.exp(-(features @ weight.reshape(-1) + bias.item())))
+        out.append(-math.log(chance if logits.argmax() == label else 1 - chance))
+    return out
+
+
+def test_heads_are_taught_by_the_true_tokens_and_by_what_the_argmax_got_right(llama, headed, batch):
+    losses_of, doubt = slot_losses(llama, headed, batch), doubts(llama, headed, batch)
+    made = goal(llama, weights="uniform", rows_per_chunk=7)
+    total, _ = made(headed, made.prepare(headed, batch))
+    assert total.item() == pytest.approx(sum(loss for _, loss, _ in losses_of) + sum(doubt), rel=RELATIVE)
+    sums = made.evaluate(headed, batch)
+    assert sums.loss.sum() == pytest.approx(sum(loss for _, loss, _ in losses_of), rel=RELATIVE)
+    assert sums.matches.sum() == sum(match for *_, match in losses_of)
+    assert made.summary(sums)["confidence_loss"] == pytest.approx(np.mean(doubt), rel=RELATIVE)
+
+
+def test_a_confidence_head_leaves_every_other_gradient_as_it_is(llama, headed, batch):
+    found = gradients(llama, headed, batch, 64)[1]
+    assert mx.abs(found["confidence_head.proj.weight"]).max().item() > 0
+    headed.confidence_head = None
+    for name, gradient in gradients(llama, headed, batch, 64)[1].items():
+        np.testing.assert_array_equal(np.array(found[name]), np.array(gradient), err_msg=name)
 
 
 def dpace_grid(rows):
@@ -260,7 +305,9 @@ def gradients(target, drafter, batch, rows_per_chunk, **options):
     [{}, {"loss": "overlap_hybrid", "weights": "uniform"}, {"weights": "dpace"}],
     ids=["labels", "target", "dpace"],
 )
-def test_chunks_change_neither_the_loss_nor_a_gradient(llama, drafter, batch, options):
+@pytest.mark.parametrize("heads", [False, True], ids=["no heads", "heads"])
+def test_chunks_change_neither_the_loss_nor_a_gradient(llama, drafter, headed, batch, options, heads):
+    drafter = headed if heads else drafter
     expected, whole = gradients(llama, drafter, batch, 1000, **options)
     assert all(mx.abs(value).max().item() > 0 for value in whole.values())  # every weight is reached
     for rows_per_chunk in (7, 64):

@@ -118,7 +118,7 @@ def test_help_names_the_commands_that_exist_and_no_other(capsys):
     shown = capsys.readouterr().out
     listed = shown.split("positional arguments:")[1].splitlines()
     named = [line.split()[0] for line in listed if line.startswith("    ")]
-    assert named == ["generate", "ksweep", "cost", "report"]
+    assert named == ["generate", "ksweep", "cost", "layouts", "report"]
 
 
 @pytest.fixture(scope="module")
