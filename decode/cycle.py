@@ -1,6 +1,7 @@
 """Propose, verify, commit: the loop that advances a target by whole blocks.
 
-T prompt tokens, W verify rows = 1 + K, K proposals, V vocabulary, n tokens of a step.
+T prompt tokens, K proposals, W verify rows = 1 + K, or K where drafting left the pending row in the caches, V
+vocabulary, n tokens of a step.
 
 The prompt is fed as mlx-lm feeds it: pieces of `prefill_step_size` rows, the last row alone, so that a plain loop here
 and mlx-lm's own loop see the same products. What the caches hold between steps:
@@ -35,6 +36,7 @@ class Cycle:
     margins     top-1 minus top-2 logit of each committed token, in logits; empty in a plain loop
     seconds     {draft, verify, commit} of an instrumented pass, else None
     confidence  what a schedule that cuts by it read of each proposal offered; else empty
+    forwards    of the target: the verify, and the draft passes that run it
     """
 
     block_size: int
@@ -44,6 +46,7 @@ class Cycle:
     margins: tuple = ()
     seconds: dict | None = None
     confidence: tuple = ()
+    forwards: int = 1
 
     def cut(self, n):
         """The record of the same cycle had the text ended after its n-th token."""
@@ -125,9 +128,12 @@ class Loop:
         self.progress = progress or (lambda done, total: None)
         self.transaction = Transaction(cache, lambda tokens: target.forward(tokens[None], cache))
         self.taps = proposer.taps if proposer else ()
+        if proposer:
+            proposer.share(cache, self.transaction)
         self.tokens = ()  # of the last step
         self.flight = None  # plain: the token [1] and logits [1,V] that the device is working on
         self.fed = True  # whether the last emitted token is in the caches
+        self.held = 0  # rows of the running block that drafting left there
         self.emitted, self.finished = 0, False
 
     def prefill(self, tokens):
@@ -169,31 +175,48 @@ class Loop:
 
     def _speculate(self):
         laps, size = Laps(self.clock), self._block_size()
-        proposal = self.proposer.propose(self.tokens[-1], size - 1) if size > 1 else Proposal(())
-        count = min(self.schedule.keep(proposal), size - 1)
-        tokens = mx.concatenate([as_array(self.tokens[-1:]), as_array(proposal.tokens)[:count]])  # [W]
-        laps.end("draft", tokens)
-        self.transaction.begin(len(tokens), tokens)
+        count = self._proposals(size)
+        proposal = self.proposer.propose(self.tokens[-1], count) if count else Proposal(())
+        sent = self._sent(proposal, min(self.schedule.keep(proposal), count))  # [W]
+        laps.end("draft", sent)
+        self.transaction.begin(len(sent), sent)
         try:
-            logits, taps, verdict = self._verify(tokens)
+            logits, taps, verdict = self._verify(sent, proposal.decided)
             laps.end("verify")
             kept = self._keep(verdict.tokens)
-            self.transaction.commit(len(kept))
+            self.transaction.commit(len(kept) - self.held)
             self._observe([self.tokens[-1], *kept[:-1]], [tap[:, : len(kept)] for tap in taps])
             laps.end("commit", *(self._states() if self.clock else ()))
-            whole = Cycle(size, len(tokens) - 1, verdict.accepted, len(verdict.tokens), verdict.margins, laps.seconds)
-            cycle = dataclasses.replace(whole.cut(len(kept)), confidence=self.schedule.read)
+            record = len(verdict.tokens), verdict.margins, laps.seconds, self.schedule.read, 1 + proposal.forwards
+            cycle = Cycle(size, logits.shape[0] - 1, verdict.accepted, *record).cut(len(kept))
             self.schedule.observe(cycle)
         except BaseException:  # an interrupt too: the caches must not keep rows whose tokens nobody gets
             self._take_back()
             raise
         return Step(self._emit(kept, fed=False), logits[: len(kept)], cycle)
 
-    def _verify(self, tokens):
-        """Feed pending token and proposals [W]: (logits [W,V], taps, Verdict)."""
-        forward = self._forward(tokens)
+    def _proposals(self, size):
+        """K of a block of `size` rows, cut so that nothing is proposed past the last token wanted."""
+        most = self.remaining - 1
+        if self.quantization and (limit := self.quantization.rows_left(self.cache)):
+            most = min(most, limit - 1)
+        return min(size - 1 + self.proposer.extra, most)
+
+    def _sent(self, proposal, count):
+        """The rows of the verify: the pending token, unless drafting left it in the caches, and the proposals."""
+        self.held = int(proposal.decided is not None)  # of the emitted tokens' rows, those that are no verify's
+        self.fed = bool(self.held)
+        proposals = as_array(proposal.tokens)[:count]
+        return proposals if self.held else mx.concatenate([as_array(self.tokens[-1:]), proposals])
+
+    def _verify(self, sent, decided):
+        """Feed the rows of a verify [W]: (logits [1+K,V], taps, Verdict); decided: logits [1,V] of the row before."""
+        forward = self._forward(sent)
         logits = self.target.score(mx.squeeze(forward.hidden, 0))
-        return logits, forward.taps, accept(logits, tokens[1:])
+        if decided is None:
+            return logits, forward.taps, accept(logits, sent[1:])
+        logits = mx.concatenate([decided, logits])
+        return logits, forward.taps, accept(logits, sent)
 
     def _take_back(self):
         """Leave the caches as they were before the running block, however far it got."""
@@ -205,7 +228,7 @@ class Loop:
     def _block_size(self):
         """The schedule's B, cut where the caches are about to be quantised."""
         self._quantize()
-        size = self.schedule.block_size(self.remaining)
+        size = self.schedule.block_size(max(1, self.remaining - self.proposer.extra))
         limit = self.quantization and self.quantization.rows_left(self.cache)
         return min(size, limit) if limit else size
 
@@ -240,7 +263,7 @@ class Loop:
     def cut(self, n):
         """End the text after the n-th token of the last step; the caches let go of the rows after it."""
         if n < len(self.tokens):
-            self.transaction.commit(n)
+            self.transaction.commit(n - self.held)
             self.tokens = self.tokens[:n]
         self.finished = True
 

@@ -1,16 +1,17 @@
-"""What proposes tokens: a full drafter, an n-gram copied from the text, a script.
+"""What proposes tokens: a full drafter, the target itself with a gated LoRA, an n-gram copied from the text, a script.
 
-K proposals, B block size, n committed rows, D hidden. A proposer follows the text by the rows that enter the target's
-caches: `begin` with the prompt's first rows, `observe` with every later piece of the prompt and with the rows that a
-cycle committed. The pending token is not among them; it comes with `propose`.
+K proposals, B block size, n committed rows, D hidden, V vocabulary. A proposer follows the text by the rows that enter
+the target's caches: `begin` with the prompt's first rows, `observe` with every later piece of the prompt and with the
+rows that a cycle committed. The pending token is not among them; it comes with `propose`.
 """
 
 import dataclasses
 
 import mlx.core as mx
 
-from drafter import drafting, heads
+from drafter import drafting, heads, rng
 from drafter.dflash import DFlash
+from drafter.gated_lora import GatedLora
 from kernels.errors import UserError
 
 
@@ -22,11 +23,16 @@ class Proposal:
     confidence  float32 [K], not evaluated yet: how likely the drafter thinks each proposal to be accepted, those before
                 it given; None where it has no such head
     logits      [K,V] that the tokens were chosen from, not evaluated yet; None where there are none
+    decided     the target's own logits [1,V] of the pending row, where drafting has left that row in the caches: the
+                first token is then the target's decision, and a verify sends the proposals alone
+    forwards    of the target that drafting took
     """
 
     tokens: tuple | mx.array
     confidence: mx.array | None = None
     logits: mx.array | None = None
+    decided: mx.array | None = None
+    forwards: int = 0
 
     def __len__(self):
         return len(self.tokens)
@@ -38,7 +44,12 @@ class Proposer:
     name = "none"
     taps = ()  # 0-based target layers whose outputs `begin` and `observe` are given
     least_block = 2  # smallest block size that makes sense
-    block_size = None  # the largest it can draft, where there is one
+    block_size = None  # what it drafts where nothing is asked, if it has one
+    most_block = None  # the largest block size that it can draft, where there is one
+    extra = 0  # proposals of a block of B rows beyond B − 1: 1 where the pending row's own answer is one
+
+    def share(self, cache, transaction):
+        """Take the target's caches and the transaction over them; for a proposer that runs the target itself."""
 
     def begin(self, tokens, taps):
         """Forget the text before; take the prompt's first rows: token ids (list of n), taps of [1,n,D] each."""
@@ -66,7 +77,7 @@ class DFlashProposer(Proposer):
 
     def __init__(self, target, drafter, block_size=None):
         self.target, self.drafter, self.route = target, drafter, drafting.fastest(target, drafter)
-        self.block_size = drafter.config.block_size
+        self.block_size = self.most_block = drafter.config.block_size
         self.rows = block_size or self.block_size
         self.name = f"dflash-{self.rows}"
         self.taps = tuple(drafter.config.target_layer_ids)
@@ -122,6 +133,61 @@ class StagedProposer(DFlashProposer):
         self.kept, offered = offered[count:], offered[:count]
         self.expected = [pending, *offered]
         return Proposal(tuple(offered))
+
+
+class GatedLoraProposer(Proposer):
+    """The target itself drafts: one pass over [pending, noise…], adapted in the noise rows, as a transaction.
+
+    Row i proposes token i + 1. Row 0 runs with the adapter off: its proposal is the target's own.
+    keep         leave the pending row in the caches (begin(B), commit(1)); else send it again (commit(0))
+    refinements  further passes, each over the proposals of the one before in place of noise
+    seed         of the noise, which is keyed by (seed, cycle)
+    always_on    adapt the pending row too: a control, which `keep` cannot go with
+    Raises UserError for a combination that would not stay the target's own text.
+    """
+
+    least_block, extra = 1, 1
+
+    def __init__(self, target, drafter, block_size=None, *, keep=False, refinements=0, seed=0, always_on=False):
+        if keep and always_on:
+            raise UserError("always_on adapts the pending row, which keep would leave in the caches; choose one")
+        self.target, self.drafter, self.keep = target, drafter, keep
+        self.refinements, self.seed, self.always_on = refinements, seed, always_on
+        self.block_size = drafter.config.block_size
+        self.name = f"gated_lora-{block_size or self.block_size}"
+        self.cache = self.transaction = None
+        self.cycles = 0
+
+    def share(self, cache, transaction):
+        """Draft in the loop's own caches."""
+        self.cache, self.transaction = cache, transaction
+
+    def begin(self, tokens, taps):
+        """Start a text: its noise is that of its cycles, whatever was decoded before."""
+        self.cycles = 0
+
+    def propose(self, pending, count):
+        """Draft a block of `count` rows; nothing is waited for."""
+        drawn = self.drafter.noise((count - 1,), rng.key(self.seed, "noise", self.cycles))
+        self.cycles += 1
+        tokens = mx.concatenate([mx.array([pending], mx.uint32), drawn])
+        for _ in range(self.refinements):
+            tokens = mx.concatenate([tokens[:1], mx.argmax(self._pass(tokens, 0), axis=-1)[:-1].astype(mx.uint32)])
+        logits = self._pass(tokens, int(self.keep))
+        decided = logits[:1] if self.keep else None
+        return Proposal(mx.argmax(logits, axis=-1), None, logits, decided, 1 + self.refinements)
+
+    def _pass(self, tokens, kept):
+        """Feed [pending, noise…] [B] and take all rows but the first `kept` back: logits [B,V]."""
+        gate = (True,) * len(tokens) if self.always_on else None
+        self.transaction.begin(len(tokens), tokens)
+        try:
+            logits = self.target.score(mx.squeeze(self.drafter.draft(tokens[None], self.cache, gate), 0))
+            self.transaction.commit(kept)
+        except BaseException:
+            self.transaction.abort()
+            raise
+        return logits
 
 
 class PromptLookup(Proposer):
@@ -204,12 +270,13 @@ class Scripted(Proposer):
 
 
 def as_proposer(target, drafter, block_size=None):
-    """The proposer for what a caller handed in: a Proposer as it is, a DFlash wrapped, None for plain decoding."""
+    """The proposer for what a caller handed in: a Proposer as it is, a drafter wrapped, None for plain decoding."""
     if drafter is None or isinstance(drafter, Proposer):
         return drafter
-    if isinstance(drafter, DFlash):
-        return DFlashProposer(target, drafter, block_size)
+    for kind, wrapper in ((DFlash, DFlashProposer), (GatedLora, GatedLoraProposer)):
+        if isinstance(drafter, kind):
+            return wrapper(target, drafter, block_size)
     raise UserError(
-        f"drafter: expected a DFlash drafter, a Proposer or None, found {type(drafter).__name__}; "
+        f"drafter: expected a DFlash drafter, a gated LoRA, a Proposer or None, found {type(drafter).__name__}; "
         "drafter.checkpoint.load_drafter reads one"
     )

@@ -45,7 +45,7 @@ class Fixed:
         self.size = block_size
 
     def block_size(self, remaining):
-        """B of the next cycle when `remaining` ≥ 1 tokens are still wanted: a cycle commits at most B of them."""
+        """B of the next cycle when `remaining` ≥ 1 tokens can still be committed: a cycle commits at most B of them."""
         return min(self.size, remaining)
 
     def keep(self, proposal):
@@ -89,7 +89,7 @@ class Cut(Fixed):
 
     p_i is what `measure` (a name in MEASURES) says of slot i, made a probability of acceptance by `calibrate`. The cut
     falls before the first slot that fails; what is said of later slots is never looked at. threshold 0 keeps all, and
-    so only records.
+    so only records. What the target itself decided is certain.
     """
 
     def __init__(self, block_size, measure, threshold, calibrate=lambda value: value, **limits):
@@ -103,7 +103,8 @@ class Cut(Fixed):
             return 0
         chain, said = 1.0, self.measure(proposal).tolist()
         for count, value in enumerate(said):
-            chain *= self.calibrate(value)
+            if count or proposal.decided is None:
+                chain *= self.calibrate(value)
             if chain < self.threshold:
                 return self._noted(said, count)
         return self._noted(said, len(said))

@@ -36,7 +36,7 @@ REFUSED = {
     "repetition_penalty": GREEDY,
     "logit_bias": GREEDY,
     "seed": GREEDY,
-    "draft_model": "pass a DFlash drafter or a Proposer as drafter=",
+    "draft_model": "pass a DFlash drafter, a gated LoRA or a Proposer as drafter=",
     "num_draft_tokens": "pass block_size=, one more than the tokens to draft",
     "input_embeddings": "a prompt is text or token ids here",
 }
@@ -81,7 +81,7 @@ def stream_generate(target, tokenizer, prompt, drafter=None, *, max_tokens=256, 
     target     a drafter.target.Target
     tokenizer  mlx-lm's TokenizerWrapper or a transformers tokenizer; None for the target's own
     prompt     text, token ids or an mx.array [T] of them
-    drafter    a DFlash drafter, a Proposer, or None for the plain width-1 loop
+    drafter    a DFlash drafter, a gated LoRA, a Proposer, or None for the plain width-1 loop
     max_tokens tokens at most, -1 for no cap; a text that reaches the target's context ends there ("length")
     block_size B; None for the drafter's own
     schedule   a decode.schedule policy of its own for this text, in place of one block size
@@ -282,7 +282,7 @@ def fixed_schedule(proposer, block_size):
     size = block_size if block_size is not None else proposer.block_size
     if size is None:
         raise UserError(f"block_size: {proposer.name} has none of its own; give one, for example block_size=8")
-    return Fixed(size, least=proposer.least_block, most=proposer.block_size)
+    return Fixed(size, least=proposer.least_block, most=proposer.most_block)
 
 
 def encode(target, tokenizer, prompt):

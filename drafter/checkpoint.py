@@ -2,7 +2,7 @@
 
 A run folder holds config.yaml, metrics.jsonl, manifest.json and its steps; `latest` and `best` are links to steps:
 
-    step-N/config.json, model.safetensors   the drafter, in the released DFlash layout
+    step-N/config.json, model.safetensors   the drafter: DFlash in its released layout, or a gated LoRA
     step-N/training/                        optimizer and master weights, and state.json: what resuming needs
     step-N/manifest.json                    digests and the target it was trained for
 """
@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from drafter import dflash, fingerprint, heads, manifest
+from drafter import dflash, fingerprint, gated_lora, heads, manifest
 from kernels.errors import UserError
 
 WEIGHTS = "model.safetensors"
@@ -36,9 +36,13 @@ class Loaded:
 
 
 def save_drafter(folder, drafter):
-    """Write config.json and model.safetensors in the released layout into `folder`."""
-    save_arrays(folder / WEIGHTS, dict(tree_flatten(drafter.parameters())))
-    manifest.write_json(folder / "config.json", drafter.config.to_json())
+    """Write config.json and model.safetensors in the released layout into `folder`.
+
+    An adapter's file holds its configuration too, so that it can be used by itself.
+    """
+    config = drafter.config.to_json()
+    save_arrays(folder / WEIGHTS, dict(tree_flatten(drafter.parameters())), alone(config))
+    manifest.write_json(folder / "config.json", config)
 
 
 def save_quantised(source, folder, bits, group_size=64):
@@ -50,11 +54,25 @@ def save_quantised(source, folder, bits, group_size=64):
     manifest.write_json(folder / "config.json", config | {"quantization": {"bits": bits, "group_size": group_size}})
 
 
-def save_arrays(path, arrays):
-    """Write {name: array} as safetensors, whole or not at all."""
+def save_narrowed(source, folder):
+    """Write the drafter of checkpoint folder `source` into `folder`, its weights in bfloat16."""
+    config = manifest.read_json(source / "config.json")
+    weights = read_weights(source, config.pop("quantization", None))
+    weights = {name: value.astype(mx.bfloat16) for name, value in weights.items()}
+    save_arrays(folder / WEIGHTS, weights, alone(config))
+    manifest.write_json(folder / "config.json", config)
+
+
+def alone(config):
+    """What a weights file says by itself, {name: text}: an adapter's configuration, nothing for a full drafter."""
+    return {name: json.dumps(value) for name, value in config.items()} if config.get("kind") else {}
+
+
+def save_arrays(path, arrays, metadata=None):
+    """Write {name: array} as safetensors with metadata {name: text}, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with manifest.atomic(path) as stream:
-        mx.save_safetensors(stream, arrays, metadata={"format": "mlx"})
+        mx.save_safetensors(stream, arrays, metadata={"format": "mlx"} | (metadata or {}))
 
 
 def quantised(weights, bits, group_size):
@@ -66,7 +84,8 @@ def quantised(weights, bits, group_size):
             continue
         if value.shape[-1] % group_size:
             raise UserError(
-                f"{name} has rows of {value.shape[-1]}, not a multiple of {group_size}: it cannot be quantised"
+                f"{name} has rows of {value.shape[-1]}, not a multiple of {group_size}: it cannot be quantised; "
+                "16 bits can always be had"
             )
         stem = name.removesuffix(".weight")
         packed[name], packed[f"{stem}.scales"], packed[f"{stem}.biases"] = mx.quantize(value, group_size, bits)
@@ -146,13 +165,15 @@ def load_training(folder):
 
 
 def resolve(path):
-    """The checkpoint folder that a person means.
+    """The checkpoint folder, or adapter file, that a person means.
 
-    path: a checkpoint folder or a .safetensors file in one; a run folder, of which the best step is meant; or a folder
-    of runs, of which the newest is. Raises UserError.
+    path: a checkpoint folder or a .safetensors file in one; a run folder, of which the best step is meant; a folder of
+    runs, of which the newest is; or an adapter's .safetensors without a config.json beside it. Raises UserError.
     """
     path = pathlib.Path(path).expanduser()
     if path.suffix == ".safetensors" and path.is_file():
+        if not (path.parent / "config.json").is_file() and is_adapter(path):
+            return path
         path = path.parent
     if not path.exists():
         raise UserError(f"drafter {path}: not found; expected a checkpoint folder, a run folder or a .safetensors file")
@@ -164,22 +185,62 @@ def resolve(path):
     raise UserError(f"drafter {path}: holds no config.json with weights, and no best or latest step; name a checkpoint")
 
 
-def load_drafter(path, target, *, allow_mismatch=False):
+def is_adapter(file):
+    """Whether a safetensors file holds a gated LoRA's tensors."""
+    return any(name.endswith(".lora_a") for name in fingerprint.header(file))
+
+
+def load_drafter(path, target, *, allow_mismatch=False, alpha=None):
     """Load and verify a drafter for `target`; returns Loaded.
 
     Refuses, by name, a changed or missing file, weights that do not fit the configuration, and a target or tokenizer it
     was not trained for. allow_mismatch: use it all the same (recorded), also where it came without a manifest.
+    alpha: of an adapter that does not say its own.
     """
     folder = resolve(path)
+    if folder.is_file():
+        return load_adapter(folder, target, allow_mismatch, alpha)
     mismatch = check_target(folder, target, allow_mismatch)
     config_json = manifest.read_json(folder / "config.json")
     drafter = build(folder, config_json, target)
-    weights = read_weights(folder, config_json.get("quantization"))
-    check_weights(folder, dict(tree_flatten(drafter.parameters())), weights)
-    drafter.load_weights([(name, value.astype(getattr(mx, target.dtype))) for name, value in weights.items()])
+    fill(drafter, folder, read_weights(folder, config_json.get("quantization")), target.dtype)
+    kind = config_json.get("kind", "dflash")
+    return Loaded(drafter, folder, manifest.sha256_file(weight_files(folder)[0]), kind, mismatch)
+
+
+def load_adapter(file, target, allow_mismatch, alpha=None):
+    """Load a gated LoRA from a file by itself, its configuration read from its metadata or off its tensors."""
+    weights, metadata = mx.load(str(file), return_metadata=True)
+    shapes = {name: value.shape for name, value in weights.items()}
+    told = (
+        {name: json.loads(value) for name, value in metadata.items() if name != "format"} if "kind" in metadata else {}
+    )
+    config = gated_lora.GatedLoraConfig.from_json(told) if told else gated_lora.inferred(shapes, target, alpha)
+    mismatch = check_fingerprint(file, config.fingerprint, target, allow_mismatch)
+    drafter = gated_lora.GatedLora(target, config)
+    fill(drafter, file, weights, target.dtype)
+    return Loaded(drafter, file, manifest.sha256_file(file), gated_lora.KIND, mismatch)
+
+
+def check_fingerprint(file, trained, target, allow_mismatch):
+    """Compare the target that an adapter file names, or does not; returns Loaded's `mismatch`. Raises UserError."""
+    if trained == target.fingerprint:
+        return None
+    if not allow_mismatch:
+        found = f"made for the target {trained}" if trained else "does not say which target it was made for"
+        raise UserError(
+            f"adapter {file}: {found}, and this one ({target.source}) is {target.fingerprint}; pass"
+            " --allow-target-mismatch to use it all the same"
+        )
+    return {"trained_for": trained, "used_with": target.fingerprint}
+
+
+def fill(drafter, source, weights, dtype):
+    """Give a drafter its weights in the dtype it computes in. Raises UserError where they do not fit."""
+    check_weights(source, dict(tree_flatten(drafter.parameters())), weights)
+    drafter.load_weights([(name, value.astype(getattr(mx, dtype))) for name, value in weights.items()])
     drafter.eval()
     mx.eval(drafter.parameters())
-    return Loaded(drafter, folder, manifest.sha256_file(weight_files(folder)[0]), "dflash", mismatch)
 
 
 def copy_weights(loaded, drafter):
@@ -212,14 +273,18 @@ def check_target(folder, target, allow_mismatch):
 
 def build(folder, config_json, target):
     """A drafter of the checkpoint's shape, its weights not loaded yet. Raises UserError for one that cannot be."""
+    adapter = config_json.get("kind") == gated_lora.KIND
     try:
+        if adapter:
+            return gated_lora.GatedLora(target, gated_lora.GatedLoraConfig.from_json(config_json))
         return dflash.DFlash(read_config(config_json, folder, target))
     except UserError:
         raise
     except (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
+        kind = "gated LoRA" if adapter else "DFlash drafter"
         raise UserError(
-            f"{folder}/config.json: not a DFlash drafter's ({type(error).__name__} {reason}); restore or mend it"
+            f"{folder}/config.json: not a {kind}'s ({type(error).__name__} {reason}); restore or mend it"
         ) from error
 
 
@@ -268,4 +333,6 @@ def check_weights(folder, expected, found):
     ]
     if lines:
         more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
-        raise UserError(f"drafter {folder}: weights do not fit its config.json: {'; '.join(lines[:3])}{more}")
+        raise UserError(
+            f"drafter {folder}: weights do not fit its configuration and target: {'; '.join(lines[:3])}{more}"
+        )

@@ -36,8 +36,9 @@ class TargetConfig:
 
 @dataclasses.dataclass
 class DrafterConfig:
-    """The full drafter's shape; None means as the target is."""
+    """Which kind of drafter, its block size, and a full drafter's shape; None means as the target is."""
 
+    kind: str = "dflash"  # dflash | gated_lora, whose other options are under `adapter`
     num_hidden_layers: int = 5
     block_size: int = 16
     num_taps: int | None = None  # None: as many as layers
@@ -53,6 +54,21 @@ class DrafterConfig:
     is_causal: bool | None = None  # None: sliding layers are causal inside the block, full ones are not
     markov_rank: int | None = None  # of a bias from the token before (DSpark: 256); None: none
     confidence_head: bool = False  # predict which proposals will be accepted
+
+
+@dataclasses.dataclass
+class AdapterConfig:
+    """A gated LoRA and how it is trained; its block size is `drafter.block_size`."""
+
+    rank: int = 16
+    alpha: float | None = None  # None: 16 times the rank
+    targets: list[str] = dataclasses.field(default_factory=lambda: ["attention", "mlp"])  # and delta, delta_gates
+    noise: str = "random"  # random | mask: what a noise row holds
+    causal: bool = True  # false: noise rows see their whole block, on pure-attention targets
+    corruption: str = "all"  # all | rate (each block draws how many rows are noise) | none (next-token prediction)
+    layout: str = "prefix"  # prefix: many blocks share one reading of a row | suffix: one block ends each row
+    curriculum: list[int] | None = None  # block sizes up to drafter.block_size, an equal share of the steps each
+    shuffled: bool = False  # judge each noise row by another's labels: a control
 
 
 @dataclasses.dataclass
@@ -95,9 +111,10 @@ class LossConfig:
 
 @dataclasses.dataclass
 class OptimizerConfig:
-    """AdamW with warm-up and cosine decay to zero (DFlash, appendix A.1)."""
+    """AdamW with warm-up and cosine decay to zero (DFlash, appendix A.1), or a constant rate after the warm-up."""
 
     learning_rate: float = 6e-4
+    schedule: str = "cosine"  # cosine | constant
     warmup_fraction: float = 0.04
     beta1: float = 0.9
     beta2: float = 0.95
@@ -140,6 +157,7 @@ class Config:
     init_from: str | None = None  # warm start from this drafter's weights
     target: TargetConfig = dataclasses.field(default_factory=TargetConfig)
     drafter: DrafterConfig = dataclasses.field(default_factory=DrafterConfig)
+    adapter: AdapterConfig = dataclasses.field(default_factory=AdapterConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     features: FeaturesConfig = dataclasses.field(default_factory=FeaturesConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)

@@ -124,9 +124,10 @@ class RecurrentCache(ArraysCache):
     window     [R,K−1+T,C]: the convolution state at `arm`, then the rows' inputs
     owed       rows of a tape that S still lacks (fused_layer.Owed) or None: added by whoever reads `cache`, or by the
                next rows' own kernel, which then says so with `settle`
+    watcher    called with (k, v, g, beta, window) of the rows fed, from which the state after any of them can be had
     """
 
-    documents = tape = window = before = owed = None
+    documents = tape = window = before = owed = watcher = None
     recording = owing = False
 
     @property
@@ -235,9 +236,10 @@ def forward(layer, adapter, inputs, mask=None, cache=None):
     T, rows = inputs.shape[1], adapter.project(layer, inputs)
     held = (None, None) if cache is None else cache.cache
     documents, record = getattr(cache, "documents", None), getattr(cache, "recording", False)
-    bare = mask is None and documents is None and not layer.training
+    watcher = getattr(cache, "watcher", None)
+    bare = mask is None and documents is None and watcher is None and not layer.training
     found = adapter.narrow(layer, rows, *held, record) if bare and adapter.narrow else None
-    y, state, window, tape, _ = found or by_parts(layer, adapter, rows, *held, mask, documents, record)
+    y, state, window, tape, _ = found or by_parts(layer, adapter, rows, *held, mask, documents, record, watcher)
     if cache is not None:
         cache.cache = [conv_after(cache, window, T, T), state]
         cache.advance(T)
@@ -246,14 +248,17 @@ def forward(layer, adapter, inputs, mask=None, cache=None):
     return adapter.output(layer, y, rows.z)
 
 
-def by_parts(layer, adapter, rows, conv_state, state, mask=None, documents=None, record=False):
+def by_parts(layer, adapter, rows, conv_state, state, mask=None, documents=None, record=False, watcher=None):
     """Rows of projected rows: convolution, heads, gates and the rule, each by its own route."""
     differentiable = layer.training
     qkv = rows.qkv if mask is None else mx.where(mask[..., None], rows.qkv, 0)
     convolved, window = causal_conv(qkv, adapter.weight(layer), conv_state, documents, differentiable=differentiable)
     g, beta = adapter.gates(layer, rows.a, rows.b)
-    inputs = *adapter.heads(layer, convolved), emptied(g, documents), beta, state, mask
-    y, state, tape = gated_delta(*inputs, record=record, differentiable=differentiable)
+    q, k, v = adapter.heads(layer, convolved)
+    g = emptied(g, documents)
+    if watcher:
+        watcher(k, v, g, beta, window)
+    y, state, tape = gated_delta(q, k, v, g, beta, state, mask, record=record, differentiable=differentiable)
     return fused_layer.Rows(y, state, window, tape, None)
 
 

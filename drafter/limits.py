@@ -20,6 +20,7 @@ def shared(config):
     optimizer, trainer = config.optimizer, config.trainer
     return [
         ("optimizer.learning_rate", 0 < optimizer.learning_rate < math.inf, "above 0, and finite"),
+        ("optimizer.schedule", optimizer.schedule in ("cosine", "constant"), "cosine or constant"),
         ("optimizer.beta1", 0 <= optimizer.beta1 < 1, "from 0 to below 1"),
         ("optimizer.beta2", 0 <= optimizer.beta2 < 1, "from 0 to below 1"),
         ("optimizer.weight_decay", 0 <= optimizer.weight_decay < math.inf, "0 or above, and finite"),
@@ -41,6 +42,7 @@ def drafting(config):
     data, loss, features = config.data, config.loss, config.features
     rules = [
         ("drafter.block_size", config.drafter.block_size >= 2, "at least 2: the anchor and one mask row"),
+        ("drafter.kind", config.drafter.kind in ("dflash", "gated_lora"), "dflash or gated_lora"),
         ("drafter.num_hidden_layers", config.drafter.num_hidden_layers >= 1, "at least 1"),
         ("drafter.head_dim", (config.drafter.head_dim or 2) % 2 == 0, "even: positions rotate pairs"),
         ("data.kind", data.kind in ("synthesis", "text", "dataset"), "synthesis, text or dataset"),
@@ -68,7 +70,34 @@ def drafting(config):
     for key in POSITIVE:
         value = OmegaConf.select(OmegaConf.structured(config), key)
         rules.append((key, value is None or value > 0, "above 0"))
-    return rules
+    return rules + adapting(config)
+
+
+def adapting(config):
+    """The rules of a gated LoRA's run."""
+    adapter, B = config.adapter, config.drafter.block_size
+    sizes, full = adapter.curriculum or [B], config.drafter.kind == "dflash"
+    return [
+        (
+            "features.mode",
+            full or config.features.mode == "online",
+            "online for a gated LoRA: no store keeps its states",
+        ),
+        (
+            "drafter.markov_rank",
+            full or config.drafter.markov_rank is None,
+            "none for a gated LoRA, which has no heads",
+        ),
+        ("drafter.confidence_head", full or not config.drafter.confidence_head, "false for a gated LoRA"),
+        ("adapter.rank", adapter.rank >= 1, "at least 1"),
+        ("adapter.alpha", adapter.alpha is None or adapter.alpha > 0, "above 0"),
+        ("adapter.targets", len(adapter.targets) > 0, "at least one of attention, mlp, delta, delta_gates"),
+        ("adapter.noise", adapter.noise in ("random", "mask"), "random or mask"),
+        ("adapter.corruption", adapter.corruption in ("all", "rate", "none"), "all, rate or none"),
+        ("adapter.layout", adapter.layout in ("prefix", "suffix"), "prefix or suffix"),
+        ("adapter.layout", adapter.causal or adapter.layout == "prefix", "prefix where adapter.causal is false"),
+        ("adapter.curriculum", min(sizes) >= 2 and sizes[-1] == max(sizes) == B, f"sizes from 2 to {B}, {B} the last"),
+    ]
 
 
 def pretraining(config):

@@ -5,7 +5,7 @@ import json
 import pathlib
 import shutil
 
-from drafter import checkpoint, manifest
+from drafter import checkpoint, gated_lora, manifest
 from kernels.errors import UserError
 
 CARD = "README.md"
@@ -25,6 +25,20 @@ another version of it, loading is refused unless that is asked for by name.
 
     python scripts/spec_decode.py ksweep --target TARGET --drafter FOLDER --prompts suite
 """
+ADAPTER_CARD = """\
+---
+library_name: mlx
+tags: [speculative-decoding, lora, foredraft]
+---
+# {title}
+
+A gated LoRA for **{source}**: the target drafts for itself, adapted in rows that hold noise. One pass proposes
+{proposals} tokens, the first of them the target's own; the target without the adapter verifies them and keeps those
+that it would have written itself, so the text stays its own. On another target, or another version of it, loading is
+refused unless that is asked for by name.
+
+    python scripts/spec_decode.py ksweep --target TARGET --adapter FOLDER --prompts suite
+"""
 ANSWERS_CARD = """\
 # {title}
 
@@ -36,7 +50,7 @@ drafters are trained on. The content is a language model's: expect errors.
 def release(folder, out, *, argv, bits=None):
     """Copy what is to be published from `folder` into the new folder `out`; returns the names written.
 
-    bits: store a drafter's matrices affine-quantised; loading expands them again.
+    bits: store a drafter's matrices affine-quantised, or as bfloat16 where 16; loading expands them again.
     folder: a checkpoint or synthesis folder, whose manifest must verify. out: must not exist, or be empty. Files are
     gathered beside `out` and moved there at the end, so that a failure leaves nothing.
     """
@@ -51,7 +65,9 @@ def release(folder, out, *, argv, bits=None):
     try:
         for name in names:
             shutil.copyfile(folder / name, gathered / name)
-        if bits:
+        if bits == 16:
+            checkpoint.save_narrowed(folder, gathered)
+        elif bits:
             checkpoint.save_quantised(folder, gathered, bits)
         with manifest.atomic(gathered / CARD, "w") as stream:
             stream.write(model_card(record, out.name, names))
@@ -92,9 +108,10 @@ def write_sums(folder):
 def model_card(record, title, names):
     """The README of a release, in Markdown."""
     config = manifest.read_json(record.folder / "config.json") if "config.json" in names else None
-    lead = DRAFTER_CARD if config else ANSWERS_CARD
+    adapter = bool(config) and config.get("kind") == gated_lora.KIND
+    lead = (ADAPTER_CARD if adapter else DRAFTER_CARD) if config else ANSWERS_CARD
     source = record.target.get("source")
-    proposals = (block_size(config) - 1) if config else None
+    proposals = (block_size(config) - (not adapter)) if config else None
     parts = [
         lead.format(title=title, source=source, proposals=proposals),
         section("Target", record.target),

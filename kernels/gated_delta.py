@@ -34,7 +34,9 @@ def gated_delta(q, k, v, g, beta, state=None, mask=None, record=False, different
     fused = (
         not differentiable and fused_delta.serves(k) and verdicts.allowed("fused_delta.step", fused_delta.case(k, v, g))
     )
-    return (step if fused else plain_delta.run)(q, k, v, g, beta, state, mask, record)
+    if fused:
+        return step(q, k, v, g, beta, state, mask, record)
+    return plain_delta.run(q, k, v, g, beta, state, mask, record, differentiable)
 
 
 def replay(state, tape, n, build=None):

@@ -53,9 +53,13 @@ def make_tape(delta, k, g, mask):
     return Tape(delta, k, g if mask is None else mx.where(mask.reshape(*mask.shape, *[1] * (g.ndim - 2)), g, 1))
 
 
-def run(q, k, v, g, beta, state=None, mask=None, record=False):
-    """The rule as it is fastest without a kernel: (y, state, Tape or None)."""
-    route = recur_with_deltas if v.shape[1] <= LOOP else chunked_with_deltas
+def run(q, k, v, g, beta, state=None, mask=None, record=False, differentiable=False):
+    """The rule as it is fastest without a kernel: (y, state, Tape or None).
+
+    Where a gradient is wanted, that is in chunks: the loop's backward pass keeps several states a token, theirs none.
+    (Measured on a CPU, 256 rows of 3 tokens from given states: an eighth of the time, a twelfth of the memory.)
+    """
+    route = recur_with_deltas if v.shape[1] <= LOOP and not differentiable else chunked_with_deltas
     y, state, delta = route(q, k, v, g, beta, state, mask)
     return y, state, make_tape(delta, k, g, mask) if record else None
 

@@ -39,7 +39,7 @@ def add_transfer(parser, smoke):
     add_models(parser, omitted="an untrained control")
     add = parser.add_argument
     add("--variants", nargs="+", required=True, metavar="T", help="modified targets: folders, names or hub ids")
-    add("--block-sizes", type=several(2, BLOCK), metavar="B,…", help=f"DFlash arms ({DRAFTED}, or as D was trained)")
+    add("--block-sizes", type=several(2, BLOCK), metavar="B,…", help=f"of D's arms ({DRAFTED}, or as D was trained)")
     add_plan(parser, "transfer", smoke=smoke)
 
 
@@ -51,7 +51,7 @@ def transfer(options, argv):
     locate(options.variants, options.dtype)
     sizes = sizes_for(options, drafter)
     header = heading(options, argv, stock, identity, chosen, block_sizes=sizes)
-    lines = {"variants": ", ".join([*parts][1:]), "arms": f"mlx_lm, plain, dflash at {sizes}"}
+    lines = {"variants": ", ".join([*parts][1:]), "arms": f"mlx_lm, plain, the drafter at {sizes}"}
     show_card(card(options, stock, identity, chosen) | lines, sys.stdout)
     from decode.lab import experiment
 
@@ -75,7 +75,8 @@ def measured(options, header, part, target, drafter, sizes, prompts):
     """The result of one target of a transfer."""
     from decode.lab import arms, experiment
 
-    mine = drafter if target.identity() == header["target"] else arms.carried(target, drafter, options.drafter)
+    own = target.identity() == header["target"]
+    mine = drafter if own else arms.carried(target, drafter, options.drafter, options.alpha)
     compared = arms.within(part, arms.ksweep(target, mine, sizes, (), None))
     bar = lambda items, *, total, desc: progress(items, total=total, desc=f"{part} {desc}")
     return experiment.run(header, compared, prompts, timing_plan(options), bar)
@@ -103,7 +104,7 @@ def add_context(parser, smoke):
     add_models(parser, omitted="an untrained control")
     add = parser.add_argument
     add("--lengths", type=several(2), default=(512, 2048), metavar="T,…", help="tokens in view (512,2048)")
-    add("--block-sizes", type=several(2, BLOCK), metavar="B,…", help=f"DFlash arms ({DRAFTED}, or as D was trained)")
+    add("--block-sizes", type=several(2, BLOCK), metavar="B,…", help=f"of D's arms ({DRAFTED}, or as D was trained)")
     add_plan(parser, "context", prompts="library", smoke=smoke, lengths=(24, 96))
 
 
@@ -119,7 +120,7 @@ def context(options, argv):
     sizes, reason = sizes_for(options, drafter), "documents are continued as they stand"
     header = headed(options, argv, target, identity, block_sizes=sizes, prompts=found, raw_reason=reason)
     asked = f"{len(chosen)} of {found['name']}  sha256 {found['sha256'][:16]}…, at {options.lengths} tokens"
-    lines = {"documents": asked, "plan": plan_line(options), "arms": f"mlx_lm, plain, dflash at {sizes}"}
+    lines = {"documents": asked, "plan": plan_line(options), "arms": f"mlx_lm, plain, the drafter at {sizes}"}
     show_card(identity_card(target, identity) | lines, sys.stdout)
     from decode.lab import arms, experiment, timing
 
@@ -147,7 +148,7 @@ def add_controls(parser, smoke):
 def controls(options, argv):
     """Time a drafter beside its controls: untrained, shuffled, prompt lookup, and the baseline's own twin."""
     chosen, out = opened(options)
-    target, drafter, identity = open_stock(options)
+    target, drafter, identity = open_full(options)
     size = size_for(options, drafter)
     from decode.lab import controls as lab
     from decode.lab import experiment
@@ -199,7 +200,7 @@ def confidence(options, argv):
 def compare_policies(options, argv, build):
     """Set policies up on prompts of their own and compare them on the others; build: makes the arms."""
     chosen, own, out = opened_apart(options)
-    target, drafter, identity = open_stock(options, max(SIZES))
+    target, drafter, identity = open_full(options, max(SIZES))
     sizes = options.block_sizes or tuple(size for size in SIZES if size <= drafter.config.block_size)
     for size in sizes:
         size_within(size, drafter)
@@ -248,7 +249,7 @@ def add_staged(parser, smoke):
 def staged(options, argv):
     """Time blocks of which a part is verified at once: the rest thrown away, or offered in later cycles."""
     chosen, out = opened(options)
-    target, drafter, identity = open_stock(options, options.drafted or max(SIZES))
+    target, drafter, identity = open_full(options, options.drafted or max(SIZES))
     drafted = size_within(options.drafted or drafter.config.block_size, drafter)
     if max(options.verified) >= drafted:
         raise UserError(
@@ -286,11 +287,11 @@ def decompose(options, argv):
     variant = open_variant(options.variant, target, options)
     from decode.lab import arms, experiment, factors
 
-    carried = arms.carried(variant, drafter, options.drafter)
+    carried = arms.carried(variant, drafter, options.drafter, options.alpha)
     compared = factors.arms(target, variant, drafter, carried, size, list(parts))
     prompts = encoded(options, target, chosen)
     header = heading(options, argv, target, identity, chosen, block_size=size)
-    cells = f"{' and '.join(parts)}, each by mlx_lm, plain and dflash-{size}"
+    cells = f"{' and '.join(parts)}, each by mlx_lm, plain and the drafter at {size}"
     show_card(card(options, target, identity, chosen) | {"cells": cells}, sys.stdout)
     targets = [{"part": part, **one.identity()} for part, one in zip(parts, (target, variant), strict=True)]
     result = experiment.run(header, compared, prompts, timing_plan(options), progress) | {"targets": targets}
@@ -322,6 +323,19 @@ def open_stock(options, widest=DRAFTED):
     return open_models(options, {"block_size": max(sizes), "seed": options.seed})
 
 
+def open_full(options, widest=DRAFTED):
+    """open_stock of a command that compares ways to use a full drafter. Raises UserError for a gated LoRA."""
+    from drafter.dflash import DFlash
+
+    target, drafter, identity = open_stock(options, widest)
+    if not isinstance(drafter, DFlash):
+        raise UserError(
+            f"--drafter {options.drafter}: {options.command} takes a full drafter, and this is a gated LoRA; ksweep, "
+            "context, transfer and decompose take both"
+        )
+    return target, drafter, identity
+
+
 def sizes_for(options, drafter):
     """The block sizes asked for, else DRAFTED or the most that the drafter was trained at."""
     return options.block_sizes or (min(DRAFTED, drafter.config.block_size),)
@@ -334,9 +348,10 @@ def size_for(options, drafter):
 
 def size_within(size, drafter):
     """A block size, if the drafter can draft it. Raises UserError."""
+    from decode.lab import arms
     from decode.schedule import Fixed
 
-    return Fixed(size, most=drafter.config.block_size).size
+    return Fixed(size, most=arms.most_block(drafter)).size
 
 
 def timing_plan(options):
@@ -402,7 +417,9 @@ def finish(result, out):
 
 def best(result):
     """The drafter's fastest arm and its speedup; nothing where no arm of it emitted enough to have one."""
-    drafted = [arm for arm in result["arms"] if arm["kind"] == "dflash" and arm["speedup"]]
+    from decode.lab import arms
+
+    drafted = [arm for arm in result["arms"] if arm["kind"] in arms.DRAFTERS and arm["speedup"]]
     if not drafted:
         return {"best": None}
     fastest = max(drafted, key=lambda arm: arm["speedup"]["ratio"])

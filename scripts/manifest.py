@@ -27,7 +27,7 @@ def parse(argv):
     listing.add_argument("path", nargs="?", type=pathlib.Path, default=RUNS, help="where to look (runs/)")
     release = commands.add_parser("release", help="copy the files to publish, with a model card and checksums")
     release.add_argument("path", type=pathlib.Path, help="a checkpoint, a run (its best step) or a synthesis folder")
-    release.add_argument("--bits", type=int, choices=(4, 5, 6, 8), help="quantise a drafter's matrices (as they are)")
+    release.add_argument("--bits", type=int, choices=(4, 5, 6, 8, 16), help="of a drafter's matrices (as they are)")
     release.add_argument("--out", type=pathlib.Path, required=True, help="a new folder")
     options = parser.parse_args(argv)
     if options.command == "verify" and (options.path is None) == (not options.all):

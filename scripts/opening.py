@@ -21,6 +21,7 @@ def add_models(parser, omitted):
     add("--drafter", "--adapter", dest="drafter", metavar="D",
         help=f"a checkpoint folder, a run folder (its best step) or .safetensors; omitted: {omitted}")  # fmt: skip
     add("--allow-target-mismatch", action="store_true", help="use a drafter made for another target; recorded")
+    add("--alpha", type=float, metavar="A", help="of an adapter that does not say its own (16 times its rank)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="compute dtype (the device's own)")
     add("--raw", action="store_true", help="feed prompts without the chat template")
     add("--limit", type=whole(1), metavar="N", help="take N prompts, spread evenly over the set (all)")
@@ -87,7 +88,7 @@ def shares(text):
 def open_models(options, control=None):
     """(target, drafter, the drafter's identity), loaded in that order once the drafter's path is known to be there.
 
-    control: {block_size, seed} of the untrained drafter to draw where none was named; None for no drafter then.
+    control: {block_size, seed, kind} of the untrained drafter to draw where none was named; None for no drafter then.
     """
     prepare()
     from decode.lab import arms
@@ -97,8 +98,19 @@ def open_models(options, control=None):
     path = options.drafter and checkpoint.resolve(options.drafter)
     target = targets.load(options.target, dtype=options.dtype)
     if path:
-        return target, *arms.open_drafter(target, path, allow_mismatch=options.allow_target_mismatch)
+        asked = {"allow_mismatch": options.allow_target_mismatch, "alpha": options.alpha}
+        return target, *arms.open_drafter(target, path, **asked)
     return target, *(arms.untrained(target, **control) if control else (None, None))
+
+
+def open_target(options):
+    """The target of a command that needs no tokenizer: one of its own, or a shape with random weights."""
+    from drafter import shapes
+    from drafter import target as targets
+
+    shape = options.target.startswith(shapes.PREFIX)
+    dtype = {"dtype": options.dtype} if options.dtype else {}
+    return (shapes.build if shape else targets.load)(options.target, **dtype)
 
 
 def prepare():

@@ -16,14 +16,17 @@ adaptive  times block sizes chosen as the text goes against fixed ones; confiden
 decompose what of a speedup is the weights' and what is drafting's: two factors, four cells
 staged    times blocks of which only a part is verified at once
 transfer  one drafter on its own target and on variants of it: what it keeps, and whether to keep, adapt or retrain it
+layouts   times training steps of a gated LoRA, many blocks behind one reading of a window beside one block a window
 report    rebuilds the tables of result files from their rows
 """
 
+import argparse
 import pathlib
 import sys
 
 import edge
 import evaluate
+import layouts
 from kernels.errors import UserError
 from opening import (
     BLOCK,
@@ -32,6 +35,7 @@ from opening import (
     default_out,
     identity_card,
     open_models,
+    open_target,
     prepare,
     progress,
     refuse_unwritable,
@@ -41,12 +45,13 @@ from opening import (
 )
 
 BLOCK_SIZES = (2, 4, 8, 16)
+CHANGES = ("keep", "refine2", "refine4", "always_on")  # those of decode.lab.arms, which must not load yet
 
 
 def main(argv):
     """Run one subcommand; returns its closing figures."""
     options = build_parser(smoke="--smoke" in argv).parse_args(argv)
-    own = {"generate": generate, "ksweep": ksweep, "cost": cost, "report": report}
+    own = {"generate": generate, "ksweep": ksweep, "cost": cost, "layouts": layouts.run, "report": report}
     return (own | {name: run for name, (_, run) in evaluate.COMMANDS.items()})[options.command](options, argv)
 
 
@@ -58,6 +63,7 @@ def build_parser(smoke=False):
     add_ksweep(commands.add_parser("ksweep", help="measure block sizes", description=ksweep.__doc__), smoke)
     add_cost(commands.add_parser("cost", help="time steps and verifies", description=cost.__doc__), smoke)
     evaluate.add_commands(commands, smoke)
+    layouts.add_options(commands.add_parser("layouts", help="time training steps", description=layouts.run.__doc__))
     add_report(commands.add_parser("report", help="rebuild tables from results", description=report.__doc__))
     return parser
 
@@ -70,7 +76,7 @@ def add_generate(parser):
     source.add_argument("--prompt", metavar="TEXT", help="the prompt (standard input when neither is given)")
     source.add_argument("--prompts", metavar="P", help="a shipped set's name, or JSON Lines with `turns` or `prompt`")
     add("--system", metavar="TEXT", help="a system turn put before every prompt")
-    add("--block-size", type=whole(2, BLOCK), metavar="B", help="rows of a draft pass (the drafter's own)")
+    add("--block-size", type=whole(1), metavar="B", help="rows of a draft pass (the drafter's own)")
     add("--max-tokens", type=whole(1), default=256, metavar="N", help="longest answer (%(default)s)")
 
 
@@ -79,7 +85,10 @@ def add_ksweep(parser, smoke):
     add_models(parser, omitted="an untrained control")
     add = parser.add_argument
     add("--prompts", default="suite", metavar="P", help="a shipped set's name, or JSON Lines (%(default)s)")
-    add("--block-sizes", type=several(2, BLOCK), metavar="B,…", help="DFlash arms (2,4,8,16, as far as D was trained)")
+    add("--block-sizes", type=several(1), metavar="B,…", help="of D's arms (2,4,8,16, DFlash as far as it was trained)")
+    add("--changes", type=changes, default=(), metavar="C,…",
+        help=f"of a gated LoRA, arms more: {', '.join(CHANGES)}")  # fmt: skip
+    add("--untrained", choices=("dflash", "gated_lora"), default="dflash", help="control without D (%(default)s)")
     add("--ngram", type=several(1), default=(3,), metavar="N,…", help="prompt lookup controls (3)")
     add("--ngram-block-size", type=whole(2, BLOCK), default=8, metavar="B", help="rows of their blocks (%(default)s)")
     add("--max-tokens", type=whole(1), default=64, metavar="N", help="cap of every answer (%(default)s)")
@@ -115,6 +124,15 @@ def add_report(parser):
     """report's options."""
     parser.add_argument("paths", nargs="+", metavar="PATH", help="result files, or folders of them")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for the .md and .txt tables")
+
+
+def changes(text):
+    """Names of CHANGES, comma-separated."""
+    found = tuple(text.split(","))
+    unknown = [name for name in found if name not in CHANGES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r}: expected some of {', '.join(CHANGES)}")
+    return found
 
 
 def generate(options, argv):
@@ -169,13 +187,14 @@ def ksweep(options, argv):
     chosen = prompts.load(options.prompts, options.limit)
     out = options.out or default_out("ksweep", options.target)
     refuse_unwritable(out)
-    control = {"block_size": max(options.block_sizes or BLOCK_SIZES), "seed": options.seed}
+    sizes = options.block_sizes or BLOCK_SIZES
+    control = {"block_size": max(sizes), "seed": options.seed, "kind": options.untrained}
     target, drafter, identity = open_models(options, control)
     from decode.lab import arms, experiment, report, timing
     from drafter import manifest
 
-    sizes = options.block_sizes or tuple(size for size in BLOCK_SIZES if size <= drafter.config.block_size)
-    compared = arms.ksweep(target, drafter, sizes, options.ngram, options.ngram_block_size)
+    sizes = options.block_sizes or arms.fitting(drafter, BLOCK_SIZES)
+    compared = arms.ksweep(target, drafter, sizes, options.ngram, options.ngram_block_size, options.changes)
     plan = timing.Plan(options.max_tokens, options.repeats, options.warmup)
     encoded = experiment.encode(target, chosen.prompts, plan, raw=options.raw)
     asked = {name: value for name, value in vars(options).items() if name not in ("command", "out")}
@@ -197,13 +216,10 @@ def cost(options, argv):
     prepare()
     from decode.lab import cost as costs
     from decode.lab import experiment
-    from drafter import manifest, shapes
-    from drafter import target as targets
+    from drafter import manifest
 
-    shape = options.target.startswith(shapes.PREFIX)
-    dtype = {"dtype": options.dtype} if options.dtype else {}
     survival = options.survival_of and widest_survival(options.survival_of)
-    target = (shapes.build if shape else targets.load)(options.target, **dtype)
+    target = open_target(options)
     drafter, identity = open_priced(target, options)
     asked = {name: str(value) if isinstance(value, pathlib.Path) else value for name, value in vars(options).items()}
     asked = {name: value for name, value in asked.items() if name not in ("command", "out")}
@@ -221,12 +237,19 @@ def cost(options, argv):
 
 
 def open_priced(target, options):
-    """(the drafter whose draft passes are timed, its identity), or (None, None)."""
+    """(the full drafter whose draft passes are timed, its identity), or (None, None). Raises UserError for another."""
     from decode.lab import arms
+    from drafter.dflash import DFlash
 
     if options.drafter is None:
         return None, None
-    return arms.open_drafter(target, options.drafter, allow_mismatch=options.allow_target_mismatch)
+    drafter, identity = arms.open_drafter(target, options.drafter, allow_mismatch=options.allow_target_mismatch)
+    if not isinstance(drafter, DFlash):
+        raise UserError(
+            f"--drafter {options.drafter}: a gated LoRA drafts by forwards of the target, which --widths times; leave "
+            "it out"
+        )
+    return drafter, identity
 
 
 def widest_survival(path):
@@ -271,9 +294,9 @@ def ksweep_card(target, drafter, chosen, compared, plan, raw_reason):
 def closing(result, out):
     """The closing figures of a ksweep: its best drafting arm, how many prompts' plain continuations do not loop, and
     whether any divergence is a defect."""
-    from decode.lab import experiment
+    from decode.lab import arms, experiment
 
-    drafted = [arm for arm in result["arms"] if arm["kind"] == "dflash" and arm["speedup"]]
+    drafted = [arm for arm in result["arms"] if arm["kind"] in arms.DRAFTERS and arm["speedup"]]
     best = max(drafted, key=lambda arm: arm["speedup"]["ratio"], default=None)
     defects = sum(arm["divergences"]["defect"] for arm in result["arms"] if arm["divergences"])
     figures = {"best": None} if best is None else {

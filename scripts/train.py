@@ -2,6 +2,7 @@
 
     python scripts/train.py +experiment=quickstart
     python scripts/train.py +experiment=dflash_smollm2 data.sources=[runs/synthesis/mine] trainer.steps=4000
+    python scripts/train.py +experiment=gated_lora_smollm2 adapter.rank=16 drafter.block_size=4
     python scripts/train.py +experiment=custom_target target.source=my/model --dry-run
     python scripts/train.py +experiment=reference_hybrid trainer.minutes=6
     mlx.launch -n 4 -- python scripts/train.py +experiment=dflash_smollm2     (as many ranks as GPUs, or hosts)
@@ -62,15 +63,15 @@ class Session:
     def __init__(self, config, argv, run, job):
         import mlx.core as mx
 
-        from drafter import checkpoint, dflash, target
+        from drafter import checkpoint, recipes, target
 
         self.config, self.argv, self.run, self.job = config, argv, run, job
         self.stop = False
         self.warm_start = {}
         self.target = target.load(config.target.source, dtype=config.target.dtype, revision=config.target.revision)
         self.target.forward_packed(*[mx.ones((1, 2), mx.int32)] * 2)  # refuses what cannot be trained for, early
-        self.drafter = dflash.DFlash(dflash.config_for(self.target, config.drafter))
-        dflash.initialise(self.drafter, self.target, config.trainer.seed)
+        self.recipe = recipes.RECIPES[config.drafter.kind](self.target, config)
+        self.drafter = self.recipe.drafter()
         if config.init_from:
             warm = checkpoint.load_drafter(config.init_from, self.target, allow_mismatch=True)
             checkpoint.copy_weights(warm, self.drafter)
@@ -119,7 +120,6 @@ class Session:
     def card(self):
         """Print what is about to run, on what, with digests."""
         from drafter import config as configuration
-        from drafter import dflash
         from kernels import backend
 
         machine, train = backend.describe(), self.corpus.train
@@ -128,9 +128,7 @@ class Session:
             mask, why = self.target.spare_id()
         print(f"target       {self.target.source} {self.target.dtype}  fingerprint {self.target.fingerprint[:16]}…")
         print(f"device       {machine['device']} ({machine['reason']}), BLAS {machine['blas']['name']}")
-        print(
-            f"drafter      {dflash.describe(self.drafter.config)}, {dflash.parameter_count(self.drafter):,} parameters"
-        )
+        print(f"drafter      {self.recipe.describe(self.drafter)}, {self.recipe.size(self.drafter):,} parameters")
         print(f"mask token   {mask} ({why})")
         print(
             f"data         {train.counts['documents']:,} documents in {len(train):,} rows, "
@@ -145,13 +143,6 @@ class Session:
             print(f"ranks        {self.job.size}, each with its part of a step's rows")
         print(f"run          {self.run}", flush=True)
 
-    def layout(self):
-        """What a store of the training rows' features holds for this drafter."""
-        from drafter import features, losses
-
-        hidden = losses.LOSSES[self.config.loss.name].of_target
-        return features.layout_of(self.target, self.corpus.train, self.drafter.config.target_layer_ids, hidden)
-
     def epochs(self):
         """How often the run sees the whole corpus."""
         from drafter import corpus
@@ -163,56 +154,40 @@ class Session:
         import yaml
 
         from drafter import config as configuration
-        from drafter import dflash
         from drafter.features import sized
 
         self.card()
-        memory = memory_estimate(self.target, self.drafter, self.config)
+        memory = self.recipe.memory(self.drafter)
         parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in memory.items())
         print(f"memory       about {sum(memory.values()) / 2**30:.1f} GiB: {parts}")
         print("             less with smaller trainer.rows_per_step, trainer.anchors_per_document or data.row_tokens")
-        print(f"features     {self.config.features.mode}; a store of all rows takes {sized(self.layout().bytes)}")
+        if layout := self.recipe.layout(self.drafter, self.corpus.train):
+            print(f"features     {self.config.features.mode}; a store of all rows takes {sized(layout.bytes)}")
         print(yaml.safe_dump(configuration.resolved(self.config), sort_keys=False), end="")
         return {
             "status": "done",
             "out": None,
-            "parameters": dflash.parameter_count(self.drafter),
+            "parameters": self.recipe.size(self.drafter),
             "memory_bytes": sum(memory.values()),
             "config_digest": configuration.digest(self.config),
         }
 
     def train(self):
         """Run the steps that remain; returns the closing figures."""
-        from drafter import objective, trainer
+        from drafter import trainer
 
         settings = self.config.trainer
         if self.job.writes:
             open_run(self.run, self.config)
-        goal = objective.Objective(
-            self.target,
-            self.config.loss.name,
-            self.config.drafter.block_size,
-            weights=self.config.loss.weights,
-            gamma=self.config.loss.gamma,
-            dpace_alpha=self.config.loss.dpace_alpha,
-            rows_per_chunk=self.config.loss.rows_per_chunk,
-        )
+        goal = self.recipe.objective()
         loop = trainer.Trainer(self.drafter, goal, self.config.optimizer, settings.steps, self.target.dtype, self.job)
         self.best = {}
         start = self.restore(loop)
         self.card()
-        store = open_features(
-            self.config, self.run, self.job, (self.target, self.corpus.train, self.layout()), self.argv
-        )
-        feed = objective.Feed(
-            self.corpus.train,
-            rows_per_step=settings.rows_per_step,
-            block_size=self.config.drafter.block_size,
-            per_document=settings.anchors_per_document,
-            seed=settings.seed,
-            store=store,
-            ranks=self.job,
-        )
+        rows = self.corpus.train
+        what = self.target, rows, self.recipe.layout(self.drafter, rows)
+        store = open_features(self.config, self.run, self.job, what, self.argv)
+        feed = self.recipe.feed(rows, store, self.job)
         before = self.target.live_digest()
         evaluators = [self.validation(goal), self.walk()] if self.job.writes else []
         with self.log(start) as log, interruptible(self, self.job):
@@ -229,11 +204,8 @@ class Session:
                     log=log,
                     stopping=lambda: self.job.any(self.stop),
                 )
-            except trainer.NonFinite as error:
-                raise UserError(
-                    f"{error}; {last_good(self.run)}; lower optimizer.learning_rate or look at the data, then continue "
-                    "with resume=auto"
-                ) from error
+            except trainer.Stopped as error:
+                raise UserError(f"{error}; {last_good(self.run)}; {error.remedy}") from error
         self.job.wait()  # for rank 0 to have saved: a rank that leaves earlier looks like a lost one
         if self.target.live_digest() != before:
             raise UserError(f"target {self.target.source}: its parameters changed during training; this is a defect")
@@ -262,13 +234,11 @@ class Session:
         """An evaluator: loss and per-slot agreement on held-out rows, with anchors that never change."""
         import numpy as np
 
-        from drafter import corpus, objective, rng
+        from drafter import corpus
 
-        settings = self.config.trainer
         rows = self.corpus.validation
-        held = corpus.select(rows, np.arange(min(settings.validation_rows, len(rows))))
-        generator = rng.numpy_rng(settings.seed, "validation anchors", 0)
-        batch = objective.blocked(held, self.config.drafter.block_size, settings.anchors_per_document, generator)
+        held = corpus.select(rows, np.arange(min(self.config.trainer.validation_rows, len(rows))))
+        batch = self.recipe.held_out(held)
         return lambda drafter: goal.summary(goal.evaluate(drafter, batch))
 
     def walk(self):
@@ -285,6 +255,7 @@ class Session:
             return {
                 "walked_tau": round(tau.pooled, 4),
                 "walked_tau_per_prompt": round(tau.per_prompt, 4),
+                "walked_tokens_per_forward": round(tau.pooled / walk.forwards(drafter), 4),
                 "walk_texts": tau.texts,
                 "walk_tokens": settings.walk_tokens,
             }
@@ -328,29 +299,6 @@ class Session:
         if not finished:
             print(f"stopped at step {done}; continue with the same command, run={self.run.name} and resume=auto")
         return {"status": "done" if finished else "interrupted", "out": str(self.run), "steps": done, "best": self.best}
-
-
-def memory_estimate(target, drafter, config):
-    """Bytes by part: what stays, and what one step adds (logits of a chunk, attention scores, taps)."""
-    import mlx.core as mx
-    from mlx.utils import tree_flatten
-
-    from drafter import dflash, losses
-
-    shape, settings = drafter.config, config.trainer
-    copies = 18 if losses.LOSSES[config.loss.name].of_target else 8  # of a chunk's logits: measured on a CPU, float32
-    parameters, width = dflash.parameter_count(drafter), getattr(mx, target.dtype).size
-    rows, T, B = settings.rows_per_step, config.data.row_tokens, shape.block_size
-    blocks = rows * settings.anchors_per_document * 2 * B  # about two documents a row
-    scores = rows * shape.num_attention_heads * (blocks // rows) * (T + B) * shape.num_hidden_layers
-    return {
-        "target": sum(value.nbytes for _, value in tree_flatten(target.model.parameters())),
-        "drafter with optimizer": parameters * (16 + width),
-        "taps": rows * T * shape.hidden_size * len(shape.target_layer_ids) * width,
-        "block rows": blocks * (4 * shape.hidden_size + 3 * shape.intermediate_size) * shape.num_hidden_layers * width,
-        "attention scores": 3 * scores * width,
-        "logits": copies * config.loss.rows_per_chunk * shape.vocab_size * 4,
-    }
 
 
 if __name__ == "__main__":

@@ -15,13 +15,13 @@ ROOMS = {
     "kernels": """errors blas backend nvrtc host portable verdicts plain_delta fused_delta gated_delta
         causal_conv fused_layer block_attention fused_rows small_matmul selfcheck""",
     "drafter": """losses limits config rng ranks manifest anchors fingerprint gguf sources watch hybrid packed
-        layers steps trial target shapes heads dflash drafting gated_lora formats documents corpus overlap prompts
-        answers sanity questions conversations journal synthesis features checkpoint release turns objective trainer
-        library ngram scratch appraisal pretrain variants""",
+        layers steps trial target shapes heads dflash drafting shared_prefix gated_lora formats documents corpus
+        overlap prompts answers sanity questions conversations journal synthesis features checkpoint release turns
+        objective gated_objective recipes trainer library ngram scratch appraisal pretrain variants""",
     "decode": "transaction verify proposers schedule cycle stream",
-    "decode.lab": """prompts health statistics shown ties arms timing walk cost experiment agreement transfer
+    "decode.lab": """prompts health statistics shown ties arms timing walk cost layouts experiment agreement transfer
         lengths controls factors calibration policies staging forecast report""",
-    "scripts": """edge traps tracking session pretraining train opening evaluate spec_decode synthesize
+    "scripts": """edge traps tracking session pretraining train opening evaluate layouts spec_decode synthesize
         make_variant manifest doctor""",
 }
 RANKS = {

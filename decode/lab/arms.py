@@ -3,7 +3,9 @@
     mlx_lm     mlx_lm.stream_generate, the baseline
     plain      this project's loop without a proposer
     ngram-N    the control that needs no model: prompt lookup of n-grams up to N
-    dflash-B   the drafter at block size B
+    dflash-B   a full drafter at block size B
+    gated_lora-B          a gated LoRA at block size B
+    gated_lora-B-CHANGE   the same, drafting another way: see CHANGES
 
 T prompt tokens, K proposals, V vocabulary.
 """
@@ -17,11 +19,20 @@ import mlx_lm
 
 from decode import cycle, stream
 from decode.lab.ties import Verify
-from decode.proposers import DFlashProposer, PromptLookup, Proposer
+from decode.proposers import DFlashProposer, GatedLoraProposer, PromptLookup, Proposer
 from decode.schedule import Fixed
-from drafter import checkpoint, dflash, hybrid, manifest
-from drafter.config import DrafterConfig
+from drafter import checkpoint, dflash, gated_lora, hybrid, manifest
+from drafter.config import AdapterConfig, DrafterConfig
 from drafter.target import Target
+from kernels.errors import UserError
+
+DRAFTERS = ("dflash", "gated_lora")  # kinds of arms that a drafter has
+CHANGES = {  # how else a gated LoRA can draft than by resending the pending row after one pass
+    "keep": {"keep": True},
+    "refine2": {"refinements": 1},
+    "refine4": {"refinements": 3},
+    "always_on": {"always_on": True},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +48,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One way of decoding; kind is mlx_lm, plain, ngram or dflash, and block_size is None for the first two.
+    """One way of decoding; kind is mlx_lm, plain, ngram, dflash or gated_lora, and block_size None for the first two.
 
     part: which part of an evaluation it belongs to, where arms of several targets are compared side by side. policy:
     makes a fresh schedule for each text, in place of the fixed block size, which is then the largest.
@@ -74,25 +85,39 @@ class Arm:
     def replay(self, tokens, max_tokens):
         """Run a drafting arm again, keeping what an audit needs: (emitted ids, one `ties.Verify` per cycle)."""
         noting, ends = Noting(self.proposer), self.target.eos_ids
-        schedule = self.sizing().get("schedule") or Fixed(self.block_size)
+        schedule = self.sizing().get("schedule") or Fixed(self.block_size, least=self.proposer.least_block)
         steps = cycle.decode(self.target, list(tokens), noting, schedule, max_tokens=max_tokens, eos_ids=ends)
         emitted, verifies = [], []
         for step in steps:
             if step.cycle:
-                rows = (emitted[-1], *noting.proposed[: step.cycle.proposed])
                 mx.eval(step.logits)
-                verifies.append(Verify(len(emitted), rows, step.logits))
+                verifies += noting.verifies(emitted, step)
             noting.proposed = ()
             emitted += step.tokens
         return emitted, verifies
 
 
 class Noting(Proposer):
-    """Another proposer, its last proposals noted."""
+    """Another proposer, its last proposals noted, and whether it left the pending row in the caches."""
 
     def __init__(self, proposer):
-        self.proposer, self.proposed = proposer, ()
-        self.taps = proposer.taps
+        self.proposer, self.proposed, self.kept = proposer, (), False
+        self.taps, self.extra = proposer.taps, proposer.extra
+
+    def share(self, cache, transaction):
+        """As the other."""
+        self.proposer.share(cache, transaction)
+
+    def verifies(self, emitted, step):
+        """The `ties.Verify`s of a step: of a kept pending row, the draft pass that decided it, and the rest.
+
+        Which noise such a pass held is nothing to its first row; the pending token stands in for it.
+        """
+        start, pending, rows = len(emitted), emitted[-1], self.proposed[: step.cycle.proposed]
+        if not (self.kept and rows):
+            return [Verify(start, (pending, *rows), step.logits)]
+        first, rest = step.logits[:1], step.logits[1:]
+        return [Verify(start, (pending,) * len(rows), first), *([Verify(start + 1, rows, rest)] if len(rest) else [])]
 
     def begin(self, tokens, taps):
         """As the other."""
@@ -106,6 +131,7 @@ class Noting(Proposer):
         """As the other; notes the ids."""
         proposal = self.proposer.propose(pending, count)
         self.proposed = tuple(mx.array(proposal.tokens, mx.uint32).tolist()) if len(proposal) else ()
+        self.kept = proposal.decided is not None
         return proposal
 
     def state(self):
@@ -123,28 +149,53 @@ def clocked(responses, cycles):
     return Run(tuple(tokens), tuple(cycles), moments[-1] - moments[1], moments[1] - moments[0], finish)
 
 
-def ksweep(target, drafter, block_sizes, ngrams, ngram_block_size):
+def ksweep(target, drafter, block_sizes, ngrams, ngram_block_size, changes=()):
     """The arms of a sweep over block sizes, baseline first. Raises UserError for a block size the drafter cannot draft.
 
     ngrams: longest n-gram of each prompt lookup control, all drafting blocks of `ngram_block_size` rows.
+    changes: names of CHANGES, each an arm more at every block size of a gated LoRA.
     """
-    trained = drafter.config.block_size
-    for size in block_sizes:
-        Fixed(size, most=trained)
     return [
         Arm("mlx_lm", "mlx_lm", None, target),
         Arm("plain", "plain", None, target),
         *(Arm(f"ngram-{n}", "ngram", ngram_block_size, target, PromptLookup(n)) for n in ngrams),
-        *(Arm(f"dflash-{B}", "dflash", B, target, DFlashProposer(target, drafter, B)) for B in block_sizes),
+        *(arm for B in block_sizes for arm in drafting(target, drafter, B, changes)),
     ]
 
 
-def carried(target, drafter, path):
+def fitting(drafter, block_sizes):
+    """Those of the block sizes that a drafter can draft."""
+    most = most_block(drafter)
+    return tuple(size for size in block_sizes if most is None or size <= most)
+
+
+def most_block(drafter):
+    """The largest block size that a drafter can draft; None where any will do."""
+    return None if isinstance(drafter, gated_lora.GatedLora) else drafter.config.block_size
+
+
+def drafting(target, drafter, block_size, changes):
+    """The arms of a drafter at one block size."""
+    if not isinstance(drafter, gated_lora.GatedLora):
+        if changes:
+            raise UserError(f"{changes[0]}: only a gated LoRA can draft so; leave it out")
+        proposer = DFlashProposer(target, drafter, block_size)
+        Fixed(block_size, most=most_block(drafter))
+        return [Arm(f"dflash-{block_size}", "dflash", block_size, target, proposer)]
+    ways = {"": {}} | {f"-{change}": CHANGES[change] for change in changes}
+    proposers = {way: GatedLoraProposer(target, drafter, block_size, **options) for way, options in ways.items()}
+    return [
+        Arm(f"gated_lora-{block_size}{way}", "gated_lora", block_size, target, proposer)
+        for way, proposer in proposers.items()
+    ]
+
+
+def carried(target, drafter, path, alpha=None):
     """A drafter made for another target, for this one: loaded for it, or the same untrained control.
 
     Raises UserError where the target's shape does not take it.
     """
-    return open_drafter(target, path, allow_mismatch=True)[0] if path else drafter
+    return open_drafter(target, path, allow_mismatch=True, alpha=alpha)[0] if path else drafter
 
 
 def within(part, compared):
@@ -152,9 +203,9 @@ def within(part, compared):
     return [dataclasses.replace(arm, part=part) for arm in compared]
 
 
-def open_drafter(target, path, *, allow_mismatch):
-    """(drafter, what a result records of it) from a checkpoint's path."""
-    loaded = checkpoint.load_drafter(path, target, allow_mismatch=allow_mismatch)
+def open_drafter(target, path, *, allow_mismatch, alpha=None):
+    """(drafter, what a result records of it) from a path; alpha: of an adapter that does not say its own."""
+    loaded = checkpoint.load_drafter(path, target, allow_mismatch=allow_mismatch, alpha=alpha)
     folder = loaded.folder.resolve()
     inside = folder.relative_to(manifest.ROOT) if folder.is_relative_to(manifest.ROOT) else folder
     identity = {"path": str(inside), "sha256": loaded.sha256, "kind": loaded.kind, "target_mismatch": loaded.mismatch}
@@ -163,10 +214,14 @@ def open_drafter(target, path, *, allow_mismatch):
     return loaded.drafter, identity
 
 
-def untrained(target, *, block_size, seed):
+def untrained(target, *, block_size, seed, kind="dflash"):
     """(drafter, what a result records of it) of the control: the default shape for this target, never trained."""
+    found = {"path": None, "sha256": None, "kind": "untrained", "seed": seed, "target_mismatch": None}
+    if kind == gated_lora.KIND:
+        shape = gated_lora.config_for(target, AdapterConfig(), block_size)
+        return gated_lora.initialise(gated_lora.GatedLora(target, shape), seed), found
     shape = DrafterConfig(block_size=block_size, mask_token_id=0)  # which id masks is nothing to an untrained control
     drafter = dflash.initialise(dflash.DFlash(dflash.config_for(target, shape)), target, seed)
     drafter.set_dtype(getattr(mx, target.dtype))
     mx.eval(drafter.parameters())
-    return drafter, {"path": None, "sha256": None, "kind": "untrained", "seed": seed, "target_mismatch": None}
+    return drafter, found

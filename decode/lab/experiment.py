@@ -5,7 +5,8 @@ the instrumented pass (stage times need synchronisation, so they never come from
 → figures per arm. A result (schema "foredraft.result/1", DESIGN's keys) also holds what its figures were computed from:
 
     rows         one per arm, prompt and repeat: `tokens` (ids emitted), `seconds` (first emitted token to last),
-                 `prefill_seconds`, `proposed_per_cycle`, `accepted_per_cycle`, `committed_per_cycle`, `loop_fraction`,
+                 `prefill_seconds`, `proposed_per_cycle`, `accepted_per_cycle`, `committed_per_cycle`,
+                 `forwards_per_cycle` (of the target, a draft pass that runs it included), `loop_fraction`,
                  `finish`, `place` (position in the interleaving), `disturbed` (reasons, by health.rule)
     stages       one per arm and prompt of the instrumented pass: cycles, and seconds in draft, verify, commit and all
     divergences  one per arm, prompt and distinct outcome that left `plain`: see `ties`
@@ -136,6 +137,7 @@ def as_row(arm, prompt, place, repeat, run, disturbed):
             "proposed_per_cycle": [cycle.proposed for cycle in run.cycles],
             "accepted_per_cycle": [cycle.accepted for cycle in run.cycles],
             "committed_per_cycle": [cycle.committed for cycle in run.cycles],
+            "forwards_per_cycle": [cycle.forwards for cycle in run.cycles],
             "loop_fraction": statistics.loop_fraction(run.tokens),
             "disturbed": disturbed,
         }

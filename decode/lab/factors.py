@@ -32,7 +32,7 @@ def findings(result):
     """{"weights": the two parts, "cells": seconds per token, "effects", "shares", "lossless"}."""
     arms = experiment.summarise(result)
     base, other = experiment.parts_of(arms)
-    on = next(arm["name"] for arm in arms if arm["kind"] == "dflash")
+    on = next(arm["name"] for arm in arms if arm["kind"] in lab_arms.DRAFTERS)
     cells = [cell(result["rows"], part, name) for part in (base, other) for name in ("mlx_lm", on)]
     ids = [id for id in cells[0] if all(found.get(id, (0, 0))[1] for found in cells)]
     units = [tuple(found[id] for found in cells) for id in ids]

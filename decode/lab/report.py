@@ -109,8 +109,8 @@ def same(one, other):
 
 
 HEADER = (
-    "arm", "tok/s", "speedup", "[95 %]", "loop-free", "[95 %]", "τ pooled", "τ mean", "accept", "draft", "verify",
-    "commit", "other", "cycle ms", "identical", "= mlx_lm", "tie/width/defect",
+    "arm", "tok/s", "speedup", "[95 %]", "loop-free", "[95 %]", "τ pooled", "τ mean", "tok/fwd", "accept", "draft",
+    "verify", "commit", "other", "cycle ms", "identical", "= mlx_lm", "tie/width/defect",
 )  # fmt: skip
 
 
@@ -136,6 +136,7 @@ def cells(arm):
         *ratio(arm["speedup_loop_free"]),
         fixed(tau.get("pooled"), 2),
         fixed(tau.get("per_prompt"), 2),
+        fixed(arm.get("tokens_per_forward"), 2),
         fixed(arm["acceptance_rate"], 3),
         *(fixed(ms.get(stage), 2) for stage in ("draft", "verify", "commit", "other", "cycle")),
         f"{arm['identical']}/{total}",

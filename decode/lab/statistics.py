@@ -142,6 +142,12 @@ def tau(rows):
     return {"pooled": sum(every) / len(every), "per_prompt": sum(means) / len(means)}
 
 
+def tokens_per_forward(rows):
+    """Emitted tokens ÷ forwards of the target: prefill, draft passes that run it, and verifies; None without cycles."""
+    cycles = [row["forwards_per_cycle"] for row in rows]
+    return sum(len(row["tokens"]) for row in rows) / (len(rows) + sum(map(sum, cycles))) if any(cycles) else None
+
+
 def acceptance_rate(rows):
     """Accepted ÷ proposals offered, over all cycles; None where nothing was offered."""
     offered = sum(sum(row["proposed_per_cycle"]) for row in rows)
@@ -220,6 +226,7 @@ def figures(arm, by_arm, base, calm, plain, mlx_lm):
     rows = by_arm[arm["name"]]
     times = timings(rows)
     decoded = sum(tokens for _, tokens in times.values())
+    counted = all("forwards_per_cycle" in row for row in rows)  # results of earlier versions do not say
     return {
         "name": arm["name"],
         "kind": arm["kind"],
@@ -228,6 +235,7 @@ def figures(arm, by_arm, base, calm, plain, mlx_lm):
         "speedup": speedup(base, times),
         "speedup_loop_free": speedup(calm, times),
         "tau": tau(rows),
+        **({"tokens_per_forward": tokens_per_forward(rows)} if counted else {}),
         "acceptance_rate": acceptance_rate(rows),
         "survival": survival(rows),
         "prompts": len(times),

@@ -8,6 +8,7 @@ RULE is what the verdict follows; its thresholds are assumed, and stand in every
 """
 
 from decode.lab import experiment, shown, statistics
+from decode.lab.arms import DRAFTERS
 
 KEEP = 0.9  # share of the accepted tokens a cycle below which adapting is worth its minutes (assumed)
 RETRAIN = 0.5  # share below which too little is left to start from (assumed)
@@ -39,7 +40,7 @@ def findings(result):
 
 def fastest(arms):
     """The name of the drafter's fastest arm; chosen on the stock target, so that the choice favours no variant."""
-    drafting = [arm for arm in arms if arm["kind"] == "dflash"]
+    drafting = [arm for arm in arms if arm["kind"] in DRAFTERS]
     return max(drafting, key=lambda arm: arm["speedup"]["ratio"] if arm["speedup"] else 0.0)["name"]
 
 

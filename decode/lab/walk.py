@@ -11,7 +11,8 @@ import dataclasses
 import mlx.core as mx
 import numpy as np
 
-from drafter import answers
+from drafter import answers, rng, shared_prefix
+from drafter.gated_lora import GatedLora
 
 TEXT_PROMPT = 32  # tokens of plain text that a walk begins after (assumed)
 BLOCKS_PER_PASS = 256  # anchors drafted from at once over all rows; bounds memory (assumed)
@@ -69,28 +70,62 @@ def accepted_everywhere(target, drafter, texts, block_size):
     for row, text in enumerate(texts):
         ids = text.prompt + text.answer
         tokens[row, : len(ids)], documents[row, : len(ids)] = ids, 1
-    forward = target.forward_packed(mx.array(tokens), mx.array(documents), drafter.config.target_layer_ids)
-    context = drafter.fuse(forward.taps)
-    mx.eval(context)
-    proposals = propose_everywhere(target, drafter, tokens, documents, context, texts, block_size)
-    return [matched(text, proposed) for text, proposed in zip(texts, proposals)]
+    prepare = adapter_proposals if isinstance(drafter, GatedLora) else dflash_proposals
+    propose = prepare(target, drafter, tokens, documents, block_size)
+    return [matched(text, proposed) for text, proposed in zip(texts, propose_everywhere(propose, tokens, texts))]
 
 
-def propose_everywhere(target, drafter, tokens, documents, context, texts, block_size):
-    """Proposals [len(answer)−1, B−1] of every text, one block for each pending answer token."""
+def propose_everywhere(propose, tokens, texts):
+    """Proposals [len(answer)−1, K] of every text, one block for each pending answer token.
+
+    propose: (pending tokens' positions [R,N], pass number) -> ids [R,N,K].
+    """
     longest = max(len(text.answer) for text in texts) - 1
     starts = np.array([[len(text.prompt)] for text in texts])
     step = max(1, BLOCKS_PER_PASS // len(texts))
     parts = []
-    for first in range(0, longest, step):
-        positions = np.minimum(starts + first + np.arange(step), tokens.shape[1] - 1).astype(np.int32)
+    for number, first in enumerate(range(0, longest, step)):
+        positions = np.minimum(starts + first + np.arange(step), tokens.shape[1] - 2).astype(np.int32)
+        parts.append(np.array(propose(positions, number)))
+    everywhere = np.concatenate(parts, axis=1)
+    return [everywhere[row, : len(text.answer) - 1] for row, text in enumerate(texts)]
+
+
+def dflash_proposals(target, drafter, tokens, documents, block_size):
+    """What `propose_everywhere` asks: B − 1 proposals of a full drafter."""
+    forward = target.forward_packed(mx.array(tokens), mx.array(documents), drafter.config.target_layer_ids)
+    context = drafter.fuse(forward.taps)
+    mx.eval(context)
+
+    def propose(positions, number):
         pending = np.take_along_axis(tokens, positions, axis=1)
         R, N = positions.shape
         rows = drafter.noise(target, mx.array(pending.reshape(R * N, 1)), block_size).reshape(R, N, block_size, -1)
         hidden = drafter.blocks(context, rows, mx.array(positions), mx.array(documents))
-        parts.append(np.array(drafter.propose(target, hidden[:, :, 1:], mx.array(pending)).tokens))
-    everywhere = np.concatenate(parts, axis=1)
-    return [everywhere[row, : len(text.answer) - 1] for row, text in enumerate(texts)]
+        return drafter.propose(target, hidden[:, :, 1:], mx.array(pending)).tokens
+
+    return propose
+
+
+def adapter_proposals(target, drafter, tokens, documents, block_size):
+    """What `propose_everywhere` asks: B proposals of a gated LoRA, the first being the target's own."""
+    prefix = shared_prefix.read(target, mx.array(tokens), mx.array(documents))
+    mx.eval(prefix.hidden)
+
+    def propose(positions, number):
+        at = mx.array(positions)
+        rows = prefix.hidden[mx.arange(len(at))[:, None], at][:, :, None]  # [R,N,1,D]
+        if block_size > 1:
+            noise = drafter.noise((*positions.shape, block_size - 1), rng.key(0, "walk", number))
+            rows = mx.concatenate([rows, drafter.blocks(prefix, at + 1, noise)], axis=2)
+        return mx.argmax(target.score(rows), axis=-1)
+
+    return propose
+
+
+def forwards(drafter):
+    """Forwards of the target that a cycle takes: the verify, and a draft pass where the target itself drafts."""
+    return 2 if isinstance(drafter, GatedLora) else 1
 
 
 def matched(text, proposed):

@@ -111,12 +111,12 @@ def test_the_optimizer_state_matters_to_what_follows(fresh, feed):
 
 
 def test_the_rate_warms_up_and_falls_as_half_a_cosine():
-    options = types.SimpleNamespace(learning_rate=2.0, warmup_fraction=0.04)
+    options = types.SimpleNamespace(schedule="cosine", learning_rate=2.0, warmup_fraction=0.04)
     found = [trainer.learning_rate(step, 100, options) for step in range(100)]
     assert found[:4] == pytest.approx([0.5, 1.0, 1.5, 2.0])
     expected = [1 + math.cos(math.pi * step / 96) for step in range(96)]
     assert found[4:] == pytest.approx(expected)
-    none = types.SimpleNamespace(learning_rate=2.0, warmup_fraction=0.0)
+    none = types.SimpleNamespace(schedule="cosine", learning_rate=2.0, warmup_fraction=0.0)
     assert [trainer.learning_rate(step, 1, none) for step in range(1)] == [2.0]
 
 
@@ -267,3 +267,31 @@ def test_a_stop_saves_the_step_it_reached_and_returns_it():
 def test_a_resumed_fit_begins_where_it_was_and_a_finished_one_does_nothing():
     assert calls_of(5, start=3)[1] == calls_of(5)[1][7:]
     assert calls_of(5, start=5) == (5, [])
+
+
+def test_a_gradient_that_vanishes_under_a_high_loss_stops_the_run(fresh, feed):
+    """A drafter that is certain and wrong: total variation is near 2 and has no slope left."""
+    loop = fresh()
+    loop.objective = objective.Objective(loop.objective.target, "total_variation", B, weights="uniform")
+    loop.parameters["norm"]["weight"] = loop.parameters["norm"]["weight"] * 1e4
+    loop.show()
+    for number in range(trainer.PATIENCE - 1):
+        record = loop.step(number, feed(number))
+        assert record.loss > 1 and record.gradient_norm < trainer.VANISHED
+    with pytest.raises(trainer.Saturated, match="saturated"):
+        loop.step(trainer.PATIENCE, feed(trainer.PATIENCE))
+    assert "learning_rate" in trainer.Saturated.remedy
+
+
+def test_small_gradients_under_a_low_loss_are_a_drafter_that_has_learnt(fresh, feed):
+    loop = fresh()
+    launched = (0, mx.array(0.01), mx.array(1e-5), 1.0, 0.0)
+    for _ in range(trainer.PATIENCE + 1):
+        loop.finish(launched)
+    for number in range(3 * trainer.PATIENCE):  # high losses, but never PATIENCE in a row without a slope
+        loop.finish((number, mx.array(1.5), mx.array(1e-5 if number % trainer.PATIENCE else 0.1), 1.0, 0.0))
+
+
+def test_a_constant_rate_only_warms_up():
+    options = types.SimpleNamespace(learning_rate=2.0, warmup_fraction=0.25, schedule="constant")
+    assert [trainer.learning_rate(step, 8, options) for step in range(8)] == [1.0] + [2.0] * 7

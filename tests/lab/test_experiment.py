@@ -61,7 +61,7 @@ def test_the_record_has_the_published_keys(result):
     for arm in result["arms"]:
         assert set(arm) == {
             *("name", "kind", "block_size", "tok_s", "speedup", "speedup_loop_free", "tau", "acceptance_rate"),
-            *("survival", "ms", "prompts", "identical", "identical_mlx_lm", "divergences"),
+            *("survival", "ms", "prompts", "identical", "identical_mlx_lm", "divergences", "tokens_per_forward"),
         }
     for row in result["rows"]:
         assert set(row) >= {"arm", "prompt", "repeat", "tokens", "accepted_per_cycle", "seconds", "loop_fraction"}

@@ -120,7 +120,7 @@ def test_help_names_the_commands_that_exist_and_no_other(capsys):
     shown = capsys.readouterr().out
     listed = shown.split("positional arguments:")[1].splitlines()
     named = [line.split()[0] for line in listed if line.startswith("    ") and line[4] != " "]
-    assert named == ["generate", "ksweep", "cost", *evaluate.COMMANDS, "report"]
+    assert named == ["generate", "ksweep", "cost", *evaluate.COMMANDS, "layouts", "report"]
 
 
 @pytest.fixture(scope="module")
@@ -189,8 +189,8 @@ BAD = {
     "an unknown command": ("sweep", ["sweep", "ksweep"]),
     "no command": ("", ["COMMAND"]),
     "an unknown option": ("ksweep --repeat 3", ["--repeat", "did you mean --repeats?"]),
-    "a block size of 0": ("ksweep --block-sizes 4,0", ["--block-sizes", "found 0", "at least 2"]),
-    "a block size of 1": ("ksweep --block-sizes 1", ["found 1", "the pending token and at least one proposal"]),
+    "a block size of 0": ("ksweep --block-sizes 4,0", ["--block-sizes", "found 0", "at least 1"]),
+    "a block size of 1": ("ksweep --block-sizes 1", ["block size 1", "the pending token and at least one proposal"]),
     "a block size that is no number": ("ksweep --block-sizes 2,x", ["found 'x'", "whole number"]),
     "a block size given twice": ("ksweep --block-sizes 4,2,4", ["4 stands twice"]),
     "no block size": ("ksweep --block-sizes=", ["--block-sizes", "found ''"]),
