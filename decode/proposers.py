@@ -9,15 +9,22 @@ import dataclasses
 
 import mlx.core as mx
 
+from drafter import heads
 from drafter.dflash import DFlash
 from kernels.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """K token ids: a tuple of ints, or an mx.array [K] that may not have been evaluated yet."""
+    """What is offered to the target.
+
+    tokens      K ids: a tuple of ints, or an mx.array [K] that may not have been evaluated yet
+    confidence  float32 [K], not evaluated yet: how likely the drafter thinks each proposal to be accepted, those before
+                it given; None where it has no such head
+    """
 
     tokens: tuple | mx.array
+    confidence: mx.array | None = None
 
     def __len__(self):
         return len(self.tokens)
@@ -73,10 +80,15 @@ class DFlashProposer(Proposer):
         self.drafter.extend(self.cache, self.drafter.fuse(taps))
 
     def propose(self, pending, count):
-        """Draft one block of B rows and take the argmax of slots 1..count, left on the device."""
+        """Draft one block of B rows and take the likeliest tokens of slots 1..count, left on the device."""
         block = self.drafter.noise(self.target, mx.array([[pending]], mx.uint32), max(self.rows, count + 1))
-        hidden = self.drafter.draft(self.cache, block)  # [1,B,D]
-        return Proposal(mx.argmax(self.target.score(hidden[0, 1 : count + 1]), axis=-1))
+        hidden = self.drafter.draft(self.cache, block)[0, 1 : count + 1]  # [K,D]
+        pending = mx.array(pending, mx.uint32)
+        tokens = self.drafter.propose(self.target, hidden, pending).tokens
+        if self.drafter.confidence_head is None:
+            return Proposal(tokens)
+        scores = self.drafter.confidence(hidden, heads.preceding(pending, tokens))
+        return Proposal(tokens, mx.sigmoid(scores))
 
     def state(self):
         """The context's keys and values."""

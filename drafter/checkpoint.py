@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from drafter import dflash, fingerprint, manifest
+from drafter import dflash, fingerprint, heads, manifest
 from kernels.errors import UserError
 
 WEIGHTS = "model.safetensors"
@@ -183,10 +183,14 @@ def load_drafter(path, target, *, allow_mismatch=False):
 
 
 def copy_weights(loaded, drafter):
-    """Start `drafter` from a loaded one's weights; refuses shapes that differ, naming them. For warm starts."""
-    weights = dict(tree_flatten(loaded.drafter.parameters()))
-    check_weights(loaded.folder, dict(tree_flatten(drafter.parameters())), weights)
-    drafter.load_weights(list(weights.items()))
+    """Start `drafter` from a loaded one's weights; refuses shapes that differ, naming them. For warm starts.
+
+    Heads that only `drafter` has keep their first weights: a drafter without any can be given them.
+    """
+    weights, own = (dict(tree_flatten(one.parameters())) for one in (loaded.drafter, drafter))
+    expected = {name: value for name, value in own.items() if name in weights or not name.startswith(heads.NAMES)}
+    check_weights(loaded.folder, expected, weights)
+    drafter.load_weights(list(weights.items()), strict=False)
 
 
 def check_target(folder, target, allow_mismatch):

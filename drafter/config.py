@@ -51,6 +51,8 @@ class DrafterConfig:
     layer_types: list[str] | None = None  # full_attention | sliding_attention, one a layer
     sliding_window: int = 2048
     is_causal: bool | None = None  # None: sliding layers are causal inside the block, full ones are not
+    markov_rank: int | None = None  # of a bias from the token before (DSpark: 256); None: none
+    confidence_head: bool = False  # predict which proposals will be accepted
 
 
 @dataclasses.dataclass
@@ -69,10 +71,12 @@ class DataConfig:
 
 @dataclasses.dataclass
 class LossConfig:
-    """The loss of each supervised slot, and the decay length γ of the slots' weights (None: the paper's for B)."""
+    """The loss of each supervised slot and the weights of the slots, by their names in drafter/losses.py."""
 
     name: str = "cross_entropy"
-    gamma: float | None = None
+    weights: str = "exponential"
+    gamma: float | None = None  # decay length of exponential weights; None: the paper's for the block size
+    dpace_alpha: float = 0.5  # smoothing of dpace weights; the paper found 0.3 to 0.7 alike
     rows_per_chunk: int = 1024  # block rows scored at a time; bounds memory at rows × vocabulary
 
 

@@ -16,11 +16,12 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.rope_utils import initialize_rope
 
-from drafter import anchors, rng
+from drafter import anchors, heads, rng
 from kernels import block_attention
 from kernels.errors import UserError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+HEADS = ("markov_rank", "confidence_head")  # fields that say which heads a drafter has
 INIT_STD = 0.02  # assumed, as Qwen3's initializer_range
 
 
@@ -49,6 +50,8 @@ class DFlashConfig:
     input_embedding_scale: float | None = None
     final_logit_softcapping: float | None = None
     output_multiplier: float | None = None
+    markov_rank: int | None = None  # None: no Markov head
+    confidence_head: bool = False
 
     def __post_init__(self):
         """Refuse shapes that cannot draft."""
@@ -67,6 +70,7 @@ class DFlashConfig:
                 0 <= self.mask_token_id < self.vocab_size,
                 f"mask_token_id {self.mask_token_id} is outside the vocabulary",
             ),
+            (self.markov_rank is None or self.markov_rank >= 1, f"markov_rank is {self.markov_rank}; at least 1"),
         ]
         for holds, what in checks:
             if not holds:
@@ -84,19 +88,27 @@ class DFlashConfig:
         found["rope_theta"] = config.get("rope_theta") or rope.get("rope_theta", 10000.0)
         scaled = rope.get("rope_type") or rope.get("type") or "default"  # older files say `type`
         found["rope_scaling"] = rope if scaled != "default" else None
+        found |= {"markov_rank": None, "confidence_head": False} | config.get("foredraft_heads", {})
         names = {field.name for field in dataclasses.fields(DFlashConfig)}
         return DFlashConfig(**{name: value for name, value in found.items() if name in names})
 
     def to_json(self):
-        """The config.json (dict) of a released checkpoint of this shape."""
+        """The config.json (dict) of a released checkpoint of this shape.
+
+        Heads stand under a key and an architecture of ours: a DFlash loader that knows neither refuses them, and
+        DSpark's checkpoints, whose slots predict one token further, are not taken for ours.
+        """
         own = dataclasses.asdict(self)
+        own_heads = {name: value for name in HEADS if (value := own.pop(name))}
         nested = {name: own.pop(name) for name in ("mask_token_id", "target_layer_ids")}
         kept = {name: value for name, value in own.items() if value is not None}
         for name in ("input_embedding_scale", "final_logit_softcapping", "output_multiplier"):
             if name in kept:
                 nested[name] = kept[name]
-        head = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "tie_word_embeddings": False}
-        return head | kept | {"attention_bias": False, "dflash_config": nested}
+        name = "ForedraftHeadsDraftModel" if own_heads else "DFlashDraftModel"
+        head = {"architectures": [name], "model_type": "qwen3", "tie_word_embeddings": False}
+        own_heads = {"foredraft_heads": own_heads} if own_heads else {}
+        return head | kept | {"attention_bias": False, "dflash_config": nested} | own_heads
 
 
 def default_taps(num_layers, count):
@@ -135,6 +147,8 @@ def config_for(target, options):
         is_causal=options.is_causal,
         input_embedding_scale=None if scale == 1.0 else scale,
         final_logit_softcapping=settings.get("final_logit_softcapping"),
+        markov_rank=options.markov_rank,
+        confidence_head=options.confidence_head,
     )
 
 
@@ -216,6 +230,10 @@ class DFlash(nn.Module):
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = [Layer(config) for _ in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        rank = config.markov_rank
+        self.markov_head = heads.MarkovHead(config.vocab_size, rank) if rank else None
+        features = config.hidden_size + (rank or 0)
+        self.confidence_head = heads.ConfidenceHead(features) if config.confidence_head else None
         self._rope = initialize_rope(
             config.head_dim, config.rope_theta, False, config.rope_scaling, config.max_position_embeddings
         )
@@ -273,6 +291,25 @@ class DFlash(nn.Module):
         by_block = x.reshape(R, H, N, -1, d).swapaxes(1, 2).reshape(R * N, H, -1, d)
         return self._rope(by_block, offset=positions.reshape(-1)).reshape(R, N, H, -1, d).swapaxes(1, 2)
 
+    def score(self, target, hidden, previous, differentiable=False):
+        """Logits [..., V] of hidden [..., D] whose preceding tokens [...] are known. The training form.
+
+        differentiable: as for `Target.score`.
+        """
+        logits = target.score(hidden, differentiable=differentiable)
+        return logits if self.markov_head is None else self.markov_head(logits, previous)
+
+    def propose(self, target, hidden, pending, choose=heads.greedy):
+        """Choose tokens for the hidden states [..., K, D] of slots 1..K after pending [...]: `heads.Drawn`.
+
+        The decoding form: each slot's logits are `score`'s, once the tokens chosen are the preceding ones.
+        """
+        return heads.left_to_right(self.markov_head, target.score(hidden), pending, choose)
+
+    def confidence(self, hidden, previous):
+        """Scores [...] float32 of the confidence head, before the sigmoid; previous: the tokens [...] before."""
+        return self.confidence_head(hidden, self.markov_head, previous)
+
     def make_cache(self):
         """An empty ContextCache for this drafter."""
         return ContextCache(len(self.layers))
@@ -286,7 +323,7 @@ class DFlash(nn.Module):
     def draft(self, cache, rows):
         """Run one block [1,B,D] (embedded anchor and masks) after the cached context; the cache is left as it was.
 
-        Returns hidden [1,B,D]; `target.score(hidden[:, 1:])` gives the logits of the B−1 proposals.
+        Returns hidden [1,B,D]; `propose` makes the B−1 proposals of hidden[:, 1:].
         """
         offset = cache.offset
         for index, layer in enumerate(self.layers):
@@ -322,12 +359,16 @@ def split_heads(x, d):
 def initialise(drafter, target, seed):
     """Draw every matrix from N(0, 0.02), the residual outputs from N(0, 0.02/√(2N)); keyed by name. Norms are 1.
 
+    Heads say nothing at first: the Markov head's W2 and the confidence head are 0.
+
     The final norm alone is set lower where the target's head is large, so that random hidden states score with a
     deviation of at most 1 and training starts near ln V (SmolLM2's tied head gives 13 and a first loss of 95:
     measured).
     """
 
     def drawn(name, value):
+        if name.startswith(("markov_head.markov_w2", "confidence_head")):
+            return mx.zeros_like(value)
         if value.ndim < 2:
             return mx.ones_like(value)
         residual = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -350,4 +391,6 @@ def describe(config):
     """One line for an opening card."""
     taps = json.dumps(list(config.target_layer_ids))
     kinds = "".join("s" if kind == SLIDING else "f" for kind in config.layer_types)
-    return f"DFlash, {config.num_hidden_layers} layers ({kinds}), block {config.block_size}, taps {taps}"
+    markov = f", Markov rank {config.markov_rank}" if config.markov_rank else ""
+    heads_named = markov + (", confidence" if config.confidence_head else "")
+    return f"DFlash, {config.num_hidden_layers} layers ({kinds}), block {config.block_size}, taps {taps}{heads_named}"

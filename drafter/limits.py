@@ -6,10 +6,12 @@ import re
 
 from omegaconf import OmegaConf
 
+from drafter import losses
+
 FOLDER = re.compile(r"[\w-][\w.-]*")  # what may name a folder under runs/
 POSITIVE = (
     *(f"drafter.{name}" for name in ("num_taps", "intermediate_size", "num_attention_heads", "num_key_value_heads")),
-    *("drafter.head_dim", "drafter.rope_theta", "drafter.sliding_window", "data.max_documents"),
+    *("drafter.head_dim", "drafter.rope_theta", "drafter.sliding_window", "drafter.markov_rank", "data.max_documents"),
 )  # keys that are None or above 0
 
 
@@ -45,8 +47,11 @@ def drafting(config):
         ("data.sources", len(data.sources) > 0, "at least one file or name"),
         ("data.row_tokens", data.row_tokens >= 2 * config.drafter.block_size, "at least two blocks"),
         ("data.validation_fraction", 0 < data.validation_fraction < 1, "between 0 and 1"),
-        ("loss.name", loss.name == "cross_entropy", "cross_entropy"),
+        ("loss.name", loss.name in losses.LOSSES, f"one of {', '.join(losses.LOSSES)}"),
+        ("loss.weights", loss.weights in losses.WEIGHTS, f"one of {', '.join(losses.WEIGHTS)}"),
         ("loss.gamma", loss.gamma is None or loss.gamma > 0, "above 0"),
+        ("loss.gamma", loss.gamma is None or loss.weights == "exponential", "null unless loss.weights is exponential"),
+        ("loss.dpace_alpha", 0 <= loss.dpace_alpha <= 1, "from 0 to 1"),
         ("loss.rows_per_chunk", loss.rows_per_chunk >= 1, "at least 1"),
         ("trainer.anchors_per_document", config.trainer.anchors_per_document >= 1, "at least 1"),
         ("trainer.walk_documents", config.trainer.walk_documents >= 1, "at least 1"),

@@ -10,7 +10,7 @@ import dataclasses
 import mlx.core as mx
 import numpy as np
 
-from drafter import anchors, corpus, losses, rng
+from drafter import anchors, corpus, losses, rng, turns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +53,24 @@ class SlotSums:
 
     loss: np.ndarray
     matches: np.ndarray  # the drafter's argmax is the label
+    doubt: np.ndarray  # the confidence head's binary cross-entropy on those matches; 0 without one
     counts: np.ndarray
+    weighted: np.ndarray  # w·loss
+    measure: float  # of the whole batch: what the weighted losses of all slots are divided by
 
     def __add__(self, other):
-        return SlotSums(self.loss + other.loss, self.matches + other.matches, self.counts + other.counts)
+        mine, theirs = ([getattr(sums, field.name) for field in dataclasses.fields(sums)] for sums in (self, other))
+        return SlotSums(*(one + two for one, two in zip(mine, theirs)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Supervised slots that are scored together, int32 [chunk] each; what pads it points at a slot 0."""
+
+    slots: mx.array  # flat indices into R·N·B
+    labels: mx.array
+    previous: mx.array  # the tokens before the labels
+    origins: mx.array  # flat indices into R·T: the row in which the target predicts the slot's token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,40 +81,37 @@ class Prepared:
     rows: mx.array  # [R,N,B,D] embedded blocks
     positions: mx.array  # [R,N] int32
     documents: mx.array  # [R,T] int32
-    slots: mx.array  # [C,chunk] int32: supervised slots as flat indices into R·N·B, padded with 0: a slot 0
-    labels: mx.array  # [C,chunk] int32
-    weights: mx.array  # [C,chunk] float32, 0 where padded
+    supervised: mx.array  # [R·N,B] bool
+    chunks: tuple  # of Chunk
+    target_hidden: mx.array | None  # [R·T,D], where the loss judges by the target's distribution
 
 
 class Objective:
-    """The weighted loss of a drafter on a batch, for one target, loss and block size."""
+    """The weighted loss of a drafter on a batch, for one target, loss, kind of weights and block size."""
 
-    def __init__(self, target, loss, block_size, *, gamma=None, rows_per_chunk=1024):
+    def __init__(
+        self, target, loss, block_size, *, weights="exponential", gamma=None, dpace_alpha=0.5, rows_per_chunk=1024
+    ):
         self.target = target
         self.loss = losses.LOSSES[loss]
-        self.slot_weights = np.array(losses.exponential_weights(block_size, gamma))
+        self.weights = losses.WEIGHTS[weights](block_size, gamma, dpace_alpha)
         self.rows_per_chunk = rows_per_chunk
 
     def prepare(self, drafter, batch):
-        """Taps, embedded blocks and padded indices of a batch; nothing here has a gradient. Returns Prepared."""
+        """Taps, embedded blocks and supervised slots of a batch; nothing here has a gradient. Returns Prepared."""
         drawn = batch.anchors
         R, N, B = drawn.labels.shape
-        taps = self.target.forward_packed(batch.tokens, batch.documents, drafter.config.target_layer_ids).taps
+        forward = self.target.forward_packed(batch.tokens, batch.documents, drafter.config.target_layer_ids)
         pending = mx.array(drawn.labels[:, :, 0].reshape(R * N, 1))
         rows = drafter.noise(self.target, pending, B).reshape(R, N, B, -1)
-        flat = np.flatnonzero(drawn.supervised)
-        padded = np.zeros(-(-max(1, len(flat)) // self.rows_per_chunk) * self.rows_per_chunk, np.int32)
-        padded[: len(flat)] = flat
-        weights = self.slot_weights[padded % B]  # padding points at an anchor's slot, which weighs 0
-        chunked = (-1, self.rows_per_chunk)
         return Prepared(
-            taps=tuple(mx.stop_gradient(tap) for tap in taps),
+            taps=tuple(mx.stop_gradient(tap) for tap in forward.taps),
             rows=mx.stop_gradient(rows),
             positions=mx.array(drawn.positions),
             documents=batch.documents,
-            slots=mx.array(padded.reshape(chunked)),
-            labels=mx.array(drawn.labels.reshape(-1)[padded].reshape(chunked)),
-            weights=mx.array(weights.astype(np.float32).reshape(chunked)),
+            supervised=mx.array(drawn.supervised.reshape(R * N, B)),
+            chunks=chunks(drawn, batch.tokens.shape[1], self.rows_per_chunk),
+            target_hidden=mx.stop_gradient(forward.hidden.flatten(0, 1)) if self.loss.of_target else None,
         )
 
     def hidden(self, drafter, prepared):
@@ -110,44 +121,105 @@ class Objective:
         return hidden.reshape(-1, hidden.shape[-1])
 
     def __call__(self, drafter, prepared):
-        """(Σ w·loss, Σ w), float32 scalars; their quotient is the loss, and each can be summed over ranks first."""
-        hidden = self.hidden(drafter, prepared)
-        total = mx.array(0.0)
-        for slots, labels, weights in zip(prepared.slots, prepared.labels, prepared.weights):
-            total = total + self.chunk_loss(hidden[slots], labels, weights)
-        return total, mx.sum(prepared.weights)
+        """(Σ w·loss, what that is divided by), float32 scalars: each can be summed over ranks before the division.
 
-    def chunk_loss(self, rows, labels, weights):
-        """Σ w·loss of hidden rows [chunk,D]; their logits are not kept for the backward pass."""
-        return mx.checkpoint(
-            lambda rows: mx.sum(self.loss(self.target.score(rows, differentiable=True), labels) * weights)
-        )(rows)
+        With a confidence head its binary cross-entropy is part of the loss.
+        """
+        judged = self.judged(drafter, prepared, differentiable=True)
+        weights, measure = self.weigh(prepared, judged.get("surprise"))
+        return mx.sum(weights * (judged["loss"] + judged["doubt"])), measure
+
+    def judged(self, drafter, prepared, *, differentiable=False):
+        """What `judge` says of all chunks' slots, in order and one chunk at a time in memory; and their `doubt`."""
+        rows = self.hidden(drafter, prepared)[mx.stack([chunk.slots for chunk in prepared.chunks])]
+        markov, confidence = drafter.markov_head, drafter.confidence_head
+
+        def judge(index, rows, parameters):
+            if markov:  # the arrays that the gradient is taken by
+                markov.update(parameters)
+            return self.judge(drafter, prepared, prepared.chunks[index], rows, differentiable)
+
+        found = turns.in_turn(judge, rows, markov.parameters() if markov else {})
+        if not confidence:
+            return found | {"doubt": mx.zeros_like(found["loss"])}
+        scores = drafter.confidence(rows, mx.stack([chunk.previous for chunk in prepared.chunks]))
+        return found | {"doubt": losses.binary_cross_entropy(scores.flatten(), found["matches"])}
+
+    def judge(self, drafter, prepared, chunk, rows, differentiable):
+        """What a chunk's hidden rows [chunk,D] come to, {name: float32 [chunk]}: `loss`, and without gradient
+        `surprise`, −log q(label), and `matches`, 1 where the argmax is the label, where one is asked for."""
+        logits = drafter.score(self.target, rows, chunk.previous, differentiable)
+        found = {"loss": self.loss.value(logits, self.evidence(prepared, chunk, rows))}
+        logits = mx.stop_gradient(logits)
+        if self.weights.of_surprise:
+            found["surprise"] = losses.cross_entropy(logits, chunk.labels)
+        if drafter.confidence_head or not differentiable:
+            found["matches"] = (mx.argmax(logits, axis=-1) == chunk.labels).astype(mx.float32)
+        return found
+
+    def evidence(self, prepared, chunk, rows):
+        """What a chunk's slots are judged by: labels, or the target's logits, made once `rows` are there."""
+        if not self.loss.of_target:
+            return chunk.labels
+        return self.target.score(turns.after(prepared.target_hidden[chunk.origins], rows))
+
+    def weigh(self, prepared, surprise):
+        """(weights of all chunks' slots, what their weighted sum is divided by); surprise: −log q(label) or None."""
+        slots = mx.concatenate([chunk.slots for chunk in prepared.chunks])
+        shape = prepared.supervised.shape
+        if surprise is not None:
+            surprise = mx.zeros(prepared.supervised.size).at[slots].add(surprise).reshape(shape)
+        weights, measure = self.weights(surprise, prepared.supervised)
+        return weights.reshape(-1)[slots], measure  # padding is a slot 0, which weighs nothing
 
     def evaluate(self, drafter, batch):
         """Loss and argmax agreement by slot, without gradient. Returns SlotSums."""
         prepared = self.prepare(drafter, batch)
-        hidden = self.hidden(drafter, prepared)
-        B = batch.anchors.labels.shape[2]
-        sums = SlotSums(np.zeros(B), np.zeros(B, np.int64), np.zeros(B, np.int64))
-        for slots, labels, weights in zip(prepared.slots, prepared.labels, prepared.weights):
-            logits = self.target.score(hidden[slots])
-            loss, matches = self.loss(logits, labels), mx.argmax(logits, axis=-1) == labels
-            mx.eval(loss, matches)
-            real, slot = np.array(weights) > 0, np.array(slots) % B
-            kept = slot[real]
-            sums = sums + SlotSums(
-                np.bincount(kept, np.array(loss)[real], B),
-                np.bincount(kept, np.array(matches)[real], B).astype(np.int64),
-                np.bincount(kept, minlength=B),
-            )
-        return sums
+        judged = self.judged(drafter, prepared)
+        weights, measure = self.weigh(prepared, judged.get("surprise"))
+        return sums_by_slot(batch.anchors.supervised, judged, weights, measure)
 
     def summary(self, sums):
         """The validation figures of SlotSums: the weighted loss, and the agreement of slots 1..B−1."""
-        mean = sums.loss / np.maximum(sums.counts, 1)
-        weights = self.slot_weights * sums.counts
+        doubt = {"confidence_loss": float(sums.doubt.sum() / sums.counts.sum())} if sums.doubt.any() else {}
         agreement = sums.matches[1:] / np.maximum(sums.counts[1:], 1)
         return {
-            "validation_loss": float((weights * mean).sum() / weights.sum()),
+            "validation_loss": float(sums.weighted.sum() / max(sums.measure, 1.0)),
             "agreement": [round(float(value), 4) for value in agreement],
-        }
+        } | doubt
+
+
+def chunks(drawn, T, size):
+    """The supervised slots of `anchors.Anchors` over rows of T tokens, `size` at a time: at least one Chunk.
+
+    Slot k of a block at position a holds the token a + k, which the target predicts in row a + k − 1.
+    """
+    R, N, B = drawn.labels.shape
+    flat = np.flatnonzero(drawn.supervised)
+    padded = np.zeros(-(-max(1, len(flat)) // size) * size, np.int32)
+    padded[: len(flat)] = flat
+    rows, slots, labels = padded // (N * B), padded % B, drawn.labels.reshape(-1)
+    origins = np.maximum(rows * T + drawn.positions.reshape(-1)[padded // B] + slots - 1, 0)
+    parts = (
+        mx.array(part.astype(np.int32).reshape(-1, size))
+        for part in (padded, labels[padded], labels[np.maximum(padded - 1, 0)], origins)
+    )
+    return tuple(Chunk(*part) for part in zip(*parts))
+
+
+def sums_by_slot(supervised, judged, weights, measure):
+    """SlotSums of what `Objective.judged` says, whose arrays are in the order of the supervised slots [R,N,B]."""
+    B = supervised.shape[-1]
+    slot = np.flatnonzero(supervised) % B
+
+    def sums(values):
+        return np.bincount(slot, np.array(values)[: len(slot)], B)
+
+    return SlotSums(
+        loss=sums(judged["loss"]),
+        matches=sums(judged["matches"]).astype(np.int64),
+        doubt=sums(judged["doubt"]),
+        counts=np.bincount(slot, minlength=B),
+        weighted=sums(weights * judged["loss"]),
+        measure=measure.item(),
+    )

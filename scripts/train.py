@@ -158,7 +158,9 @@ class Session:
             self.target,
             self.config.loss.name,
             self.config.drafter.block_size,
+            weights=self.config.loss.weights,
             gamma=self.config.loss.gamma,
+            dpace_alpha=self.config.loss.dpace_alpha,
             rows_per_chunk=self.config.loss.rows_per_chunk,
         )
         loop = trainer.Trainer(self.drafter, goal, self.config.optimizer, settings.steps, self.target.dtype)
@@ -326,9 +328,10 @@ def memory_estimate(target, drafter, config):
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
-    from drafter import dflash
+    from drafter import dflash, losses
 
     shape, settings = drafter.config, config.trainer
+    copies = 18 if losses.LOSSES[config.loss.name].of_target else 8  # of a chunk's logits: measured on a CPU, float32
     parameters, width = dflash.parameter_count(drafter), getattr(mx, target.dtype).size
     rows, T, B = settings.rows_per_step, config.data.row_tokens, shape.block_size
     blocks = rows * settings.anchors_per_document * 2 * B  # about two documents a row
@@ -339,7 +342,7 @@ def memory_estimate(target, drafter, config):
         "taps": rows * T * shape.hidden_size * len(shape.target_layer_ids) * width,
         "block rows": blocks * (4 * shape.hidden_size + 3 * shape.intermediate_size) * shape.num_hidden_layers * width,
         "attention scores": 3 * scores * width,
-        "logits": 3 * config.loss.rows_per_chunk * shape.vocab_size * 4,
+        "logits": copies * config.loss.rows_per_chunk * shape.vocab_size * 4,
     }
 
 

@@ -3,6 +3,8 @@
 R rows, T tokens, L held rows, H heads, d head dimension, V vocabulary.
 """
 
+import math
+
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, ConcatenateKVCache, QuantizedKVCache, RotatingKVCache
@@ -103,3 +105,48 @@ def causal_conv_loop(x, weight, state, documents=None):
         if same:
             total[r, t] += weight[:, K - 1 - back] * source
     return total, total / (1 + np.exp(-total))
+
+
+def distribution(row):
+    """Softmax of a row in float64."""
+    exponentials = np.exp(row - row.max())
+    return exponentials / exponentials.sum()
+
+
+def logarithm(p):
+    """log p, and 0 where p is 0: what multiplies it there is 0 too."""
+    return np.log(p, out=np.zeros_like(p), where=p > 0)
+
+
+def kl(p, q):
+    """KL(p‖q) in nats."""
+    return float((p * (logarithm(p) - logarithm(q))).sum())
+
+
+def overlap_hybrid(p, q, share=None):
+    """λ KL(p‖q) + (1−λ)(1−α) with α = Σ min(p, q); λ is `share`, or exp(−3α)."""
+    alpha = np.minimum(p, q).sum()
+    share = math.exp(-3 * alpha) if share is None else share
+    return share * kl(p, q) + (1 - share) * (1 - alpha)
+
+
+# Of distributions p (the target's) and q (the drafter's), [V] each.
+LOSSES = {
+    "target_cross_entropy": lambda p, q: -math.log(q[p.argmax()]),
+    "forward_kl": kl,
+    "reverse_kl": lambda p, q: kl(q, p),
+    "total_variation": lambda p, q: np.abs(p - q).sum(),
+    "overlap": lambda p, q: -math.log(np.minimum(p, q).sum()),
+    "overlap_hybrid": overlap_hybrid,
+}
+
+
+def dpace_loop(surprise, supervised, alpha):
+    """w_j = Σ_{m≥j} Π_{i≤m} ((1−α) q_i + α) over a block's supervised slots, term by term."""
+    out = np.zeros(surprise.shape)
+    for block in range(len(surprise)):
+        slots = np.flatnonzero(supervised[block])
+        smooth = {i: (1 - alpha) * math.exp(-surprise[block, i]) + alpha for i in slots}
+        for j in slots:
+            out[block, j] = sum(math.prod(smooth[i] for i in slots if i <= m) for m in slots if m >= j)
+    return out

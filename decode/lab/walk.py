@@ -90,7 +90,7 @@ def propose_everywhere(target, drafter, tokens, documents, context, texts, block
         R, N = positions.shape
         rows = drafter.noise(target, mx.array(pending.reshape(R * N, 1)), block_size).reshape(R, N, block_size, -1)
         hidden = drafter.blocks(context, rows, mx.array(positions), mx.array(documents))
-        parts.append(np.array(mx.argmax(target.score(hidden[:, :, 1:]), axis=-1)))
+        parts.append(np.array(drafter.propose(target, hidden[:, :, 1:], mx.array(pending)).tokens))
     everywhere = np.concatenate(parts, axis=1)
     return [everywhere[row, : len(text.answer) - 1] for row, text in enumerate(texts)]
 

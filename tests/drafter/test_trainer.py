@@ -11,7 +11,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 import tiny
-from drafter import checkpoint, corpus, dflash, objective, trainer
+from drafter import checkpoint, corpus, dflash, losses, objective, trainer
 from drafter import config as configuration
 from drafter.documents import Document
 
@@ -38,12 +38,13 @@ def rows(llama):
 
 @pytest.fixture
 def fresh(llama, tiny_config):
-    """make(steps, **options): a new trainer with the same first weights."""
+    """make(steps, heads, loss, weights, **options): a new trainer with the same first weights."""
 
-    def make(steps=STEPS, target=llama, dtype="float32", **options):
-        config = tiny_config(llama, num_hidden_layers=1, layer_types=("full_attention",), block_size=B)
-        drafter = dflash.initialise(dflash.DFlash(config), target, 0)
-        goal = objective.Objective(target, "cross_entropy", B, rows_per_chunk=19)
+    def make(steps=STEPS, target=llama, dtype="float32", heads=None, loss="cross_entropy", weights="exponential",
+             **options):  # fmt: skip
+        shape = {"num_hidden_layers": 1, "layer_types": ("full_attention",), "block_size": B} | (heads or {})
+        drafter = dflash.initialise(dflash.DFlash(tiny_config(llama, **shape)), target, 0)
+        goal = objective.Objective(target, loss, B, weights=weights, rows_per_chunk=19)
         return trainer.Trainer(drafter, goal, dataclasses.replace(OPTIONS, **options), steps, dtype)
 
     return make
@@ -70,12 +71,16 @@ def figures(record):
     return {name: value for name, value in dataclasses.asdict(record).items() if name != "seconds"}
 
 
-def test_a_run_split_in_three_is_the_unsplit_run_bit_for_bit(llama, fresh, feed, tmp_path):
-    whole = fresh()
+HEADED = {"heads": {"markov_rank": 5, "confidence_head": True}, "loss": "overlap_hybrid", "weights": "dpace"}
+
+
+@pytest.mark.parametrize("kind", [{}, HEADED], ids=["plain", "heads, a loss of the target, D-PACE"])
+def test_a_run_split_in_three_is_the_unsplit_run_bit_for_bit(llama, fresh, feed, tmp_path, kind):
+    whole = fresh(**kind)
     expected = [figures(whole.step(number, feed(number))) for number in range(STEPS)]
     found, folder = [], None
     for start, end in ((0, 2), (2, 7), (7, STEPS)):
-        loop = fresh()
+        loop = fresh(**kind)
         if folder:
             arrays, state = checkpoint.load_training(folder)
             assert state["step"] == start
@@ -162,6 +167,17 @@ def test_the_loss_falls_and_the_target_stays_as_it_was(llama, fresh, feed):
     assert np.mean(losses[-5:]) < 0.75 * np.mean(losses[:3])
     assert losses[0] == pytest.approx(math.log(tiny.VOCABULARY), abs=2)  # scores of deviation 1: not far from uniform
     assert llama.live_digest() == before
+
+
+@pytest.mark.parametrize("name", losses.LOSSES)
+def test_every_loss_lowers_itself_in_bf16_too(tiny_target, fresh, feed, name):
+    target = tiny_target("llama", dtype="bfloat16")
+    loop = fresh(10, target, "bfloat16", loss=name, weights="dpace", learning_rate=1e-2, warmup_fraction=0.1)
+    batch = feed(0)
+    before = loop.objective.evaluate(loop.drafter, batch).loss.sum()
+    for number in range(10):
+        assert math.isfinite(loop.step(number, batch).gradient_norm)
+    assert loop.objective.evaluate(loop.drafter, batch).loss.sum() < 0.9 * before
 
 
 def test_a_batch_without_a_block_moves_nothing_and_stops_nothing(fresh, feed):

@@ -161,6 +161,38 @@ def test_a_trained_drafter_walks_as_it_decodes(llama, texts, trained):
     assert max(counts) == B
 
 
+def test_a_drafter_with_heads_walks_as_it_decodes_and_knows_what_it_knows(llama, texts):
+    drafter = fitted(llama, texts, markov_rank=8, confidence_head=True)
+    counts = assert_walks_as_decoded(llama, drafter, texts, CAP)
+    assert max(counts) == B
+    offered = [offers(llama, drafter, text) for text in texts]
+    sure, right = (np.concatenate(part) for part in zip(*offered))
+    assert sure.shape == right.shape
+    assert (~right).sum() >= 3
+    assert sure[right].mean() > sure[~right].mean() + 0.05
+
+
+def offers(target, drafter, text):
+    """(confidence, whether accepted) of every proposal of a decode that is accepted or the first that is not."""
+    proposer, sure, right = proposers.DFlashProposer(target, drafter), [], []
+    propose = proposer.propose
+
+    def noting(pending, count):
+        proposal = propose(pending, count)
+        sure.append(np.array(proposal.confidence))
+        assert proposal.confidence.shape == (count,)
+        return proposal
+
+    proposer.propose = noting
+    steps = cycle.decode(target, list(text.prompt), proposer, schedule.Fixed(B), max_tokens=CAP)
+    cycles = [step.cycle for step in steps if step.cycle and step.cycle.proposed]
+    for number, one in enumerate(cycles):
+        judged = min(one.accepted + 1, one.proposed)
+        sure[number] = sure[number][:judged]
+        right.append(np.arange(judged) < one.accepted)
+    return np.concatenate(sure), np.concatenate(right)
+
+
 @pytest.mark.parametrize("is_causal", [None, False])
 def test_a_drafter_with_a_window_walks_as_it_decodes(llama, texts, is_causal):
     layers = {"layer_types": [dflash.SLIDING, dflash.FULL], "sliding_window": 6, "is_causal": is_causal}
