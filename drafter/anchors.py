@@ -20,6 +20,10 @@ class Anchors:
     supervised: np.ndarray  # [R,N,B] bool: the label is an answer token of the anchor's own document; never slot 0
     used: np.ndarray  # [R,N] bool
 
+    def rows(self, some):
+        """The blocks of some rows, a slice of R."""
+        return Anchors(*(getattr(self, field.name)[some] for field in dataclasses.fields(self)))
+
 
 def valid_positions(loss_mask, documents):
     """Where an anchor may stand: [R,T] bool, a supervised token whose successor is supervised in the same document.

@@ -70,6 +70,19 @@ class DataConfig:
 
 
 @dataclasses.dataclass
+class FeaturesConfig:
+    """Where the target's features of the training rows come from.
+
+    online: computed in every step. cached: read from a store of all rows, which is filled first. hybrid: rows that are
+    in the store are read, the others computed; the store is filled to max_gib first, and left as it is without that.
+    """
+
+    mode: str = "online"
+    folder: str | None = None  # the store's; None: `features` beside the run, for all runs of that name
+    max_gib: float | None = None  # hybrid: what the store may take
+
+
+@dataclasses.dataclass
 class LossConfig:
     """The loss of each supervised slot and the weights of the slots, by their names in drafter/losses.py."""
 
@@ -128,6 +141,7 @@ class Config:
     target: TargetConfig = dataclasses.field(default_factory=TargetConfig)
     drafter: DrafterConfig = dataclasses.field(default_factory=DrafterConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    features: FeaturesConfig = dataclasses.field(default_factory=FeaturesConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)

@@ -46,11 +46,12 @@ class Corpus:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Some rows: tokens, loss_mask, documents as in Rows."""
+    """Some rows: tokens, loss_mask, documents as in Rows; indices [R]: which of its rows they are."""
 
     tokens: np.ndarray
     loss_mask: np.ndarray
     documents: np.ndarray
+    indices: np.ndarray
 
 
 def rows(sources, target, *, length, seed, validation, max_documents=None, allow_mismatch=False):
@@ -181,4 +182,4 @@ def in_order(rows, batch):
 
 def select(rows, indices):
     """The Batch of some rows."""
-    return Batch(rows.tokens[indices], rows.loss_mask[indices], rows.documents[indices])
+    return Batch(rows.tokens[indices], rows.loss_mask[indices], rows.documents[indices], indices)

@@ -38,7 +38,7 @@ def shared(config):
 
 def drafting(config):
     """The rules of a drafter's run."""
-    data, loss = config.data, config.loss
+    data, loss, features = config.data, config.loss, config.features
     rules = [
         ("drafter.block_size", config.drafter.block_size >= 2, "at least 2: the anchor and one mask row"),
         ("drafter.num_hidden_layers", config.drafter.num_hidden_layers >= 1, "at least 1"),
@@ -47,6 +47,13 @@ def drafting(config):
         ("data.sources", len(data.sources) > 0, "at least one file or name"),
         ("data.row_tokens", data.row_tokens >= 2 * config.drafter.block_size, "at least two blocks"),
         ("data.validation_fraction", 0 < data.validation_fraction < 1, "between 0 and 1"),
+        ("features.mode", features.mode in ("online", "cached", "hybrid"), "online, cached or hybrid"),
+        ("features.max_gib", features.max_gib is None or features.max_gib > 0, "above 0"),
+        (
+            "features.max_gib",
+            features.max_gib is None or features.mode == "hybrid",
+            "none without features.mode=hybrid",
+        ),
         ("loss.name", loss.name in losses.LOSSES, f"one of {', '.join(losses.LOSSES)}"),
         ("loss.weights", loss.weights in losses.WEIGHTS, f"one of {', '.join(losses.WEIGHTS)}"),
         ("loss.gamma", loss.gamma is None or loss.gamma > 0, "above 0"),

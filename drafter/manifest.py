@@ -199,10 +199,13 @@ def listing(folder):
     return names
 
 
-def write(folder, *, kind, target, data=(), config_digest=None, argv=(), extra=None):
-    """Write the manifest of everything now in `folder` and return its path; fields as in the module's docstring."""
-    folder = pathlib.Path(folder)
-    files = {name: describe_file(folder / name) for name in listing(folder)}
+def write(folder, *, kind, target, data=(), config_digest=None, argv=(), extra=None, known=None):
+    """Write the manifest of everything now in `folder` and return its path; fields as in the module's docstring.
+
+    known: {name: entry} of files that need no reading again.
+    """
+    folder, known = pathlib.Path(folder), known or {}
+    files = {name: known.get(name) or describe_file(folder / name) for name in listing(folder)}
     content = {"schema": SCHEMA, "kind": kind, "files": files, "target": target, "config_digest": config_digest}
     write_json(folder / NAME, content | {"data": list(data), "extra": extra or {}} | provenance(argv))
     return folder / NAME

@@ -10,41 +10,55 @@ import dataclasses
 import mlx.core as mx
 import numpy as np
 
-from drafter import anchors, corpus, losses, rng, turns
+from drafter import anchors, corpus, features, losses, ranks, rng, turns
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Packed rows with their blocks: tokens and documents [R,T] int32."""
+    """Packed rows with their blocks: tokens and documents [R,T] int32.
+
+    stored: what a store held of the rows' features; the target computes the others, or all where it is None.
+    """
 
     tokens: mx.array
     documents: mx.array
     anchors: anchors.Anchors
+    stored: features.Stored | None = None
 
 
 class Feed:
     """The training batch of any step: rows in an order redrawn each epoch, anchors redrawn each step.
 
-    A step's batch depends on (rows, seed, step) alone, so a resumed run sees what the unsplit one would have.
+    A step's batch depends on (rows, seed, step) alone, so a resumed run sees what the unsplit one would have, and the
+    ranks of a job together what one process would. store: a `features.Store` to read from, or None.
     """
 
-    def __init__(self, rows, *, rows_per_step, block_size, per_document, seed):
+    def __init__(self, rows, *, rows_per_step, block_size, per_document, seed, store=None, ranks=ranks.ALONE):
         self.rows, self.rows_per_step, self.seed = rows, rows_per_step, seed
         self.block_size, self.per_document = block_size, per_document
+        self.store, self.ranks = store, ranks
         self.steps_per_epoch = corpus.batch_count(rows, rows_per_step)
 
     def __call__(self, step):
-        """The Batch of 0-based `step`."""
+        """This rank's part of the Batch of 0-based `step`."""
         epoch, index = divmod(step, self.steps_per_epoch)
         _, rows = next(corpus.batches(self.rows, self.rows_per_step, self.seed, epoch, start=index))
-        return blocked(rows, self.block_size, self.per_document, rng.numpy_rng(self.seed, "anchors", step))
+        drawn = draw(rows, self.block_size, self.per_document, rng.numpy_rng(self.seed, "anchors", step))
+        own = self.ranks.part(len(rows.tokens))  # after the draw, which the number of ranks must not change
+        stored = self.store.read(rows.indices[own]) if self.store else None
+        return Batch(mx.array(rows.tokens[own]), mx.array(rows.documents[own]), drawn.rows(own), stored)
 
 
 def blocked(rows, block_size, per_document, generator):
     """A `corpus.Batch` with blocks drawn by a NumPy generator. Returns Batch."""
-    fields = (rows.tokens, rows.loss_mask, rows.documents)
-    drawn = anchors.sample(*fields, block_size=block_size, per_document=per_document, rng=generator)
+    drawn = draw(rows, block_size, per_document, generator)
     return Batch(mx.array(rows.tokens), mx.array(rows.documents), drawn)
+
+
+def draw(rows, block_size, per_document, generator):
+    """The Anchors of a `corpus.Batch`."""
+    fields = (rows.tokens, rows.loss_mask, rows.documents)
+    return anchors.sample(*fields, block_size=block_size, per_document=per_document, rng=generator)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +115,8 @@ class Objective:
         """Taps, embedded blocks and supervised slots of a batch; nothing here has a gradient. Returns Prepared."""
         drawn = batch.anchors
         R, N, B = drawn.labels.shape
-        forward = self.target.forward_packed(batch.tokens, batch.documents, drafter.config.target_layer_ids)
+        layers = drafter.config.target_layer_ids
+        forward = features.complete(self.target, batch.tokens, batch.documents, layers, batch.stored)
         pending = mx.array(drawn.labels[:, :, 0].reshape(R * N, 1))
         rows = drafter.noise(self.target, pending, B).reshape(R, N, B, -1)
         return Prepared(

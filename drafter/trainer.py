@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
+from drafter import ranks
 from kernels.errors import UserError
 
 
@@ -39,14 +40,15 @@ def learning_rate(step, steps, options):
 
 
 class Trainer:
-    """A drafter, its optimizer and its objective: `step` moves the weights once."""
+    """A drafter, its optimizer and its objective: `step` moves the weights once, on all `ranks` alike."""
 
-    def __init__(self, drafter, objective, options, steps, dtype):
+    def __init__(self, drafter, objective, options, steps, dtype, ranks=ranks.ALONE):
         self.drafter = drafter
         self.objective = objective
         self.options = options
         self.steps = steps
         self.dtype = getattr(mx, dtype)
+        self.ranks = ranks
         self.parameters = tree_map(lambda value: value.astype(mx.float32), drafter.trainable_parameters())
         self.optimizer = optim.AdamW(
             learning_rate=options.learning_rate,
@@ -75,6 +77,7 @@ class Trainer:
             return self.objective(self.drafter, prepared)
 
         (loss, weight), gradients = mx.value_and_grad(total)(self.parameters)
+        loss, weight, gradients = self.ranks.total((loss, weight, gradients))
         weight = mx.maximum(weight, 1.0)  # a block weighs at least 1 (its slot 1); without any, not 0/0
         gradients = tree_map(lambda gradient: gradient / weight, gradients)
         gradients, norm = optim.clip_grad_norm(gradients, self.options.max_gradient_norm)

@@ -4,17 +4,22 @@
     python scripts/train.py +experiment=dflash_smollm2 data.sources=[runs/synthesis/mine] trainer.steps=4000
     python scripts/train.py +experiment=custom_target target.source=my/model --dry-run
     python scripts/train.py +experiment=reference_hybrid trainer.minutes=6
+    mlx.launch -n 4 -- python scripts/train.py +experiment=dflash_smollm2     (as many ranks as GPUs, or hosts)
 
 Experiments are the files of configs/experiment; every KEY=VALUE after one overrides it (keys: drafter/config.py).
 Writes runs/NAME/RUN/: config.yaml, metrics.jsonl, step-N/, manifest.json; `latest` and `best` point at steps. An
-interrupt saves the step and leaves; the same command with run=RUN resume=auto continues it to the same weights.
+interrupt saves the step and leaves; the same command with run=RUN resume=auto continues it to the same weights. Ranks
+share out the rows of a step, take the same step as one process up to rounding, and only rank 0 writes and prints.
 """
 
+import contextlib
 import os
+import sys
 
 import edge
 from kernels.errors import UserError
-from session import interruptible, open_run, run_folder
+from pretraining import PretrainSession
+from session import interruptible, last_good, open_features, open_run, run_folder, together
 from tracking import Log
 
 
@@ -38,24 +43,28 @@ def main(argv):
 
     backend.load()
     from drafter import config as configuration
+    from drafter import ranks
 
+    job = ranks.join()
+    if not job.writes:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for good: a command prints one card and one closing line)
     config = configuration.compose(options.overrides)
     kind = PretrainSession if isinstance(config, configuration.PretrainConfig) else Session
-    session = kind(config, argv)
-    if options.dry_run:
-        return session.dry_run()
-    return session.train()
+    run = run_folder(config, job)
+    with together(job, run):
+        session = kind(config, argv, run, job)
+        return session.dry_run() if options.dry_run else session.train()
 
 
 class Session:
     """One run of one configuration: what is loaded, where it writes, and how it ends."""
 
-    def __init__(self, config, argv):
+    def __init__(self, config, argv, run, job):
         import mlx.core as mx
 
         from drafter import checkpoint, dflash, target
 
-        self.config, self.argv = config, argv
+        self.config, self.argv, self.run, self.job = config, argv, run, job
         self.stop = False
         self.warm_start = {}
         self.target = target.load(config.target.source, dtype=config.target.dtype, revision=config.target.revision)
@@ -67,7 +76,20 @@ class Session:
             checkpoint.copy_weights(warm, self.drafter)
             self.warm_start = {"init_from": {"sha256": warm.sha256, "target_mismatch": warm.mismatch}}
         self.corpus = self.read_corpus()
-        self.run = run_folder(config)
+        self.check_ranks()
+
+    def check_ranks(self):
+        """Refuse ranks that hold different things, and a batch of fewer rows than ranks."""
+        from drafter import config as configuration
+
+        rows = min(self.config.trainer.rows_per_step, len(self.corpus.train))
+        if rows < self.job.size:
+            raise UserError(
+                f"a step has {rows} rows for {self.job.size} ranks; raise trainer.rows_per_step, or use fewer"
+            )
+        self.job.check_same("the configuration", configuration.digest(self.config))
+        self.job.check_same("the target", self.target.fingerprint)
+        self.job.check_same("the packed rows", self.corpus.train.sha256)
 
     def read_corpus(self):
         """The packed rows of the configured sources; refuses a side of the split that no block can be drawn from."""
@@ -119,7 +141,15 @@ class Session:
             f"steps        {self.config.trainer.steps:,} of {self.config.trainer.rows_per_step} rows, "
             f"{self.epochs():.2g} epochs  config {configuration.digest(self.config)[:16]}…"
         )
+        if self.job.size > 1:
+            print(f"ranks        {self.job.size}, each with its part of a step's rows")
         print(f"run          {self.run}", flush=True)
+
+    def layout(self):
+        """What a store of the training rows' features holds for this drafter."""
+        from drafter import features
+
+        return features.layout_of(self.target, self.corpus.train, self.drafter.config.target_layer_ids)
 
     def epochs(self):
         """How often the run sees the whole corpus."""
@@ -133,12 +163,14 @@ class Session:
 
         from drafter import config as configuration
         from drafter import dflash
+        from drafter.features import sized
 
         self.card()
         memory = memory_estimate(self.target, self.drafter, self.config)
         parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in memory.items())
         print(f"memory       about {sum(memory.values()) / 2**30:.1f} GiB: {parts}")
         print("             less with smaller trainer.rows_per_step, trainer.anchors_per_document or data.row_tokens")
+        print(f"features     {self.config.features.mode}; a store of all rows takes {sized(self.layout().bytes)}")
         print(yaml.safe_dump(configuration.resolved(self.config), sort_keys=False), end="")
         return {
             "status": "done",
@@ -150,10 +182,11 @@ class Session:
 
     def train(self):
         """Run the steps that remain; returns the closing figures."""
-        from drafter import checkpoint, objective, trainer
+        from drafter import objective, trainer
 
         settings = self.config.trainer
-        open_run(self.run, self.config)
+        if self.job.writes:
+            open_run(self.run, self.config)
         goal = objective.Objective(
             self.target,
             self.config.loss.name,
@@ -163,52 +196,63 @@ class Session:
             dpace_alpha=self.config.loss.dpace_alpha,
             rows_per_chunk=self.config.loss.rows_per_chunk,
         )
-        loop = trainer.Trainer(self.drafter, goal, self.config.optimizer, settings.steps, self.target.dtype)
+        loop = trainer.Trainer(self.drafter, goal, self.config.optimizer, settings.steps, self.target.dtype, self.job)
         self.best = {}
         start = self.restore(loop)
         self.card()
+        store = open_features(
+            self.config, self.run, self.job, (self.target, self.corpus.train, self.layout()), self.argv
+        )
         feed = objective.Feed(
             self.corpus.train,
             rows_per_step=settings.rows_per_step,
             block_size=self.config.drafter.block_size,
             per_document=settings.anchors_per_document,
             seed=settings.seed,
+            store=store,
+            ranks=self.job,
         )
         before = self.target.live_digest()
-        with Log(self.run, self.config, start) as log, interruptible(self):
+        with self.log(start) as log, interruptible(self, self.job):
             try:
                 done = trainer.fit(
                     loop,
                     feed,
                     start=start,
                     options=settings,
-                    evaluators=[self.validation(goal), self.walk()],
+                    evaluators=[self.validation(goal), self.walk()] if self.job.writes else [],
                     save=lambda step, figures: self.save(loop, step, figures, log),
                     log=log,
-                    stopping=lambda: self.stop,
+                    stopping=lambda: self.job.any(self.stop),
                 )
             except trainer.NonFinite as error:
-                good = checkpoint.newest_whole(self.run)
                 raise UserError(
-                    f"{error}; the last good checkpoint is {good or 'none: no step was saved yet'}; lower "
-                    "optimizer.learning_rate or look at the data, then continue with resume=auto"
+                    f"{error}; {last_good(self.run)}; lower optimizer.learning_rate or look at the data, then continue "
+                    "with resume=auto"
                 ) from error
+        self.job.wait()  # for rank 0 to have saved: a rank that leaves earlier looks like a lost one
         if self.target.live_digest() != before:
             raise UserError(f"target {self.target.source}: its parameters changed during training; this is a defect")
         return self.closing(done)
 
     def restore(self, loop):
-        """Continue from the newest whole step when asked; returns the steps already done."""
+        """Continue from the newest whole step when asked; returns the steps already done. All ranks hold rank 0's."""
         from drafter import checkpoint
 
-        folder = checkpoint.newest_whole(self.run) if self.config.resume == "auto" else None
-        if folder is None:
-            return 0
-        arrays, state = checkpoint.load_training(folder)
-        loop.restore(arrays)
-        self.best = state["best"]
-        print(f"continuing   {folder}")
-        return state["step"]
+        folder = checkpoint.newest_whole(self.run) if self.config.resume == "auto" and self.job.writes else None
+        start = 0
+        if folder:
+            arrays, state = checkpoint.load_training(folder)
+            loop.restore(arrays)
+            self.best, start = state["best"], state["step"]
+            print(f"continuing   {folder}")
+        if self.job.size > 1:
+            loop.restore(self.job.share(loop.state()))
+        return int(self.job.told(str(start)))
+
+    def log(self, start):
+        """What records the metrics: nothing on a rank that does not write."""
+        return Log(self.run, self.config, start) if self.job.writes else contextlib.nullcontext(lambda figures: None)
 
     def validation(self, goal):
         """An evaluator: loss and per-slot agreement on held-out rows, with anchors that never change."""
@@ -244,10 +288,12 @@ class Session:
         return walked
 
     def save(self, loop, step, figures, log):
-        """Save a step, point `best` at it if it walked further than any before, and drop old steps."""
+        """Save a step, point `best` at it if it walked further than any before, and drop old steps; rank 0 alone."""
         from drafter import checkpoint
         from drafter import config as configuration
 
+        if not self.job.writes:
+            return
         better = bool(figures) and figures["walked_tau"] >= self.best.get("walked_tau", 0)
         if better:
             self.best = {"step": step, **figures}
@@ -256,7 +302,7 @@ class Session:
             "config_digest": configuration.digest(self.config),
             "data": [*self.corpus.train.sources, {"name": "packed rows", "sha256": self.corpus.train.sha256}],
             "argv": self.argv,
-            "extra": {"step": step, **self.warm_start, **(figures or {})},
+            "extra": {"step": step, "ranks": self.job.size, **self.warm_start, **(figures or {})},
         }
         checkpoint.save_step(self.run, step, self.drafter, loop.state(), {"best": self.best}, **record)
         if better:
@@ -277,50 +323,6 @@ class Session:
         if not finished:
             print(f"stopped at step {done}; continue with the same command, run={self.run.name} and resume=auto")
         return {"status": "done" if finished else "interrupted", "out": str(self.run), "steps": done, "best": self.best}
-
-
-class PretrainSession:
-    """One run of a small target from scratch."""
-
-    def __init__(self, config, argv):
-        from drafter import pretrain
-
-        self.config, self.argv = config, argv
-        self.stop = False
-        self.run = run_folder(config)
-        self.pretraining = pretrain.Pretraining(config, self.run)
-
-    def card(self):
-        """Print what is about to run, on what, with digests."""
-        from kernels import backend
-
-        machine = backend.describe()
-        device = f"{machine['device']} ({machine['reason']}), BLAS {machine['blas']['name']}"
-        for name, text in ({"device": device} | self.pretraining.facts() | {"run": self.run}).items():
-            print(f"{name:12} {text}", flush=True)
-
-    def dry_run(self):
-        """Print the card and the resolved configuration; write nothing."""
-        import yaml
-
-        from drafter import config as configuration
-
-        self.card()
-        print(yaml.safe_dump(configuration.resolved(self.config), sort_keys=False), end="")
-        return {"status": "done", "out": None, "config_digest": configuration.digest(self.config)}
-
-    def train(self):
-        """Take the steps that remain and, after the last one, write the target and its report."""
-        open_run(self.run, self.config)
-        self.card()
-        with interruptible(self):
-            with Log(self.run, self.config, self.pretraining.done) as log:
-                steps, ended = self.pretraining.train(self.argv, log, lambda: self.stop)
-            if not ended:
-                print(f"stopped at step {steps}; continue with the same command, run={self.run.name} and resume=auto")
-                return {"status": "interrupted", "out": str(self.run), "steps": steps}
-            report = self.pretraining.finish(self.argv)
-        return {"status": "done", "out": str(self.run), "steps": steps, **report}
 
 
 def memory_estimate(target, drafter, config):

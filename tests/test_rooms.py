@@ -14,12 +14,12 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 ROOMS = {
     "kernels": """errors blas backend nvrtc host portable verdicts plain_delta fused_delta gated_delta causal_conv
         fused_layer block_attention fused_rows small_matmul selfcheck""",
-    "drafter": """losses limits config rng manifest anchors fingerprint gguf sources watch hybrid packed layers steps
-        trial target shapes heads dflash drafting gated_lora formats documents corpus prompts answers synthesis features
-        checkpoint release turns objective trainer library ngram scratch appraisal pretrain variants""",
+    "drafter": """losses limits config rng ranks manifest anchors fingerprint gguf sources watch hybrid packed layers
+        steps trial target shapes heads dflash drafting gated_lora formats documents corpus prompts answers synthesis
+        features checkpoint release turns objective trainer library ngram scratch appraisal pretrain variants""",
     "decode": "transaction verify proposers schedule cycle stream",
     "decode.lab": "prompts health statistics ties arms timing walk cost experiment report",
-    "scripts": "edge traps tracking session train spec_decode synthesize make_variant manifest doctor",
+    "scripts": "edge traps tracking session pretraining train spec_decode synthesize make_variant manifest doctor",
 }
 RANKS = {
     (room, module): (depth, place)

@@ -83,8 +83,8 @@ def test_a_run_writes_its_files_and_closes_with_its_report(command, tmp_path):
 def test_an_interrupt_saves_and_the_same_command_continues(command, tmp_path, monkeypatch):
     original = train.PretrainSession.__init__
 
-    def interrupted(self, config, argv):
-        original(self, config, argv)
+    def interrupted(self, *given):
+        original(self, *given)
         self.stop = True  # what a signal does
 
     monkeypatch.setattr(train.PretrainSession, "__init__", interrupted)

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from disks import read_only_disk, small_disk
 
 import edge
 import tiny
-from drafter import checkpoint
+from drafter import checkpoint, features
 from drafter import manifest as manifests
 from drafter import target as targets
 
@@ -217,6 +218,47 @@ def test_a_warm_start_begins_with_the_given_weights_and_is_recorded(command, arg
     assert manifests.read(second).extra["init_from"] == {"sha256": digest, "target_mismatch": None}
 
 
+# Features.
+
+
+def test_features_are_stored_once_for_all_runs_of_a_name_and_trained_from(command, arguments, tmp_path):
+    small = {"trainer__steps": 3, "features__mode": "cached"}
+    code, closing, card, _ = command(arguments(**small))
+    assert (code, closing["steps"]) == (0, 3)
+    size = 32 * 96 * 2
+    rows = int(re.search(r"documents in (\d+) rows", card)[1])
+    assert f"{rows} rows of bfloat16 taps 1×32×96 take {rows * size / 2**10:.3g} KiB" in card
+    assert f"{rows} rows are read, 0 computed" in card
+    folder = tmp_path / "runs" / "small" / "features"
+    record, before = manifests.verify(folder), (folder / "shard-00000.safetensors").stat().st_mtime_ns
+    assert (record.kind, record.argv) == ("features", arguments(**small))
+    code, _, card, _ = command(arguments(run="two", **small))
+    assert code == 0
+    assert "0 bytes to write" in card
+    assert (folder / "shard-00000.safetensors").stat().st_mtime_ns == before
+    assert_same_step(*(tmp_path / "runs" / "small" / run / "step-3" for run in ("one", "two")))
+    assert command(arguments(run="three", trainer__steps=3))[0] == 0  # online: the taps are not rounded
+    losses = [[line["loss"] for line in metrics(folder.parent / run) if "loss" in line] for run in ("one", "three")]
+    assert losses[0] == pytest.approx(losses[1], rel=2**-8)
+    assert losses[0] != losses[1]
+
+
+def test_a_hybrid_reads_what_fits_and_computes_the_rest(command, arguments, tmp_path, monkeypatch):
+    monkeypatch.setattr(features, "SHARD_BYTES", 4 * 32 * 96 * 2)
+    limit = 9 * 32 * 96 * 2 / 2**30  # two shards of four rows, and no third
+    small = {"trainer__steps": 2, "features__mode": "hybrid", "features__folder": tmp_path / "mine"}
+    code, closing, *_ = command(arguments(**small))
+    assert code == 2
+    assert "holds no features yet; say with features.max_gib" in closing["error"]
+    code, _, card, _ = command(arguments(features__max_gib=limit, **small))
+    assert code == 0
+    assert "8 rows are read" in card
+    assert "8 rows are read" in command(arguments(run="two", **small))[2]  # nothing is added without max_gib
+    code, closing, *_ = command(arguments(run="three", trainer__seed=3, **small))  # packs other rows
+    assert code == 2
+    assert f"{tmp_path / 'mine'}: features of the rows" in closing["error"]
+
+
 # Interrupts.
 
 
@@ -331,6 +373,9 @@ def refused(command, argv, tmp_path, *, left=()):
         ({"init_from": "none"}, "drafter none: not found"),
         ({"resume": "yes"}, "resume"),
         ({"loss__name": "mse"}, "loss.name is 'mse'"),
+        ({"features__mode": "disk"}, "features.mode is 'disk'"),
+        ({"features__mode": "hybrid", "features__max_gib": 0}, "features.max_gib is 0"),
+        ({"features__mode": "cached", "features__max_gib": 3}, "features.max_gib is 3.0; expected none without"),
     ],
 )
 def test_a_value_that_cannot_be_is_one_line(command, arguments, tmp_path, changes, named):
