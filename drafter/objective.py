@@ -99,6 +99,15 @@ class Prepared:
     chunks: tuple  # of Chunk
     target_hidden: mx.array | None  # [R·T,D], where the loss judges by the target's distribution
 
+    def arrays(self):
+        """The same as a tree of plain containers, as `mx.compile` takes it."""
+        return vars(self) | {"chunks": [vars(chunk) for chunk in self.chunks]}
+
+    @staticmethod
+    def of(arrays):
+        """What `arrays` gave, made whole again."""
+        return Prepared(**arrays | {"chunks": tuple(Chunk(**chunk) for chunk in arrays["chunks"])})
+
 
 class Objective:
     """The weighted loss of a drafter on a batch, for one target, loss, kind of weights and block size."""

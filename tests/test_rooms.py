@@ -16,10 +16,12 @@ ROOMS = {
         fused_layer block_attention fused_rows small_matmul selfcheck""",
     "drafter": """losses limits config rng ranks manifest anchors fingerprint gguf sources watch hybrid packed layers
         steps trial target shapes heads dflash drafting gated_lora formats documents corpus prompts answers synthesis
-        features checkpoint release turns objective trainer library ngram scratch appraisal pretrain variants""",
+        features checkpoint release turns objective flat trainer library ngram scratch appraisal pretrain variants""",
     "decode": "transaction verify proposers schedule cycle stream",
-    "decode.lab": "prompts health statistics ties arms timing walk cost experiment report",
-    "scripts": "edge traps tracking session pretraining train spec_decode synthesize make_variant manifest doctor",
+    "decode.lab": """prompts health statistics ties arms timing walk cost plain_torch training_cost experiment
+        report""",
+    "scripts": """edge traps tracking session pretraining train time_training spec_decode synthesize make_variant
+        manifest doctor""",
 }
 RANKS = {
     (room, module): (depth, place)
