@@ -18,6 +18,8 @@ from drafter import flat, ranks
 from drafter.objective import Prepared
 from kernels.errors import UserError
 
+PIECES = ("slopes", "update")  # of a step, each a function of arrays
+
 
 @dataclasses.dataclass(frozen=True)
 class StepRecord:

@@ -20,7 +20,7 @@ ROOMS = {
     "decode": "transaction verify proposers schedule cycle stream",
     "decode.lab": """prompts health statistics ties arms timing walk cost plain_torch training_cost experiment
         report""",
-    "scripts": """edge traps tracking session pretraining train time_training spec_decode synthesize make_variant
+    "scripts": """edge traps tracking session pretraining train spec_decode time_training synthesize make_variant
         manifest doctor""",
 }
 RANKS = {

@@ -16,7 +16,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from decode.lab import health
-from drafter import anchors, dflash, losses, objective, trainer
+from drafter import anchors, config, dflash, losses, objective, trainer
 from kernels import backend
 
 DOCUMENTS = 2  # of a row, of equal length (assumed: about what packing gives)
@@ -33,6 +33,36 @@ class Shape:
     rows_per_chunk: int = 4096
 
 
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What all arms share: one drafter's first weights, its objective, one batch, and AdamW's options over `steps`."""
+
+    drafter: dflash.DFlash
+    goal: objective.Objective
+    batch: objective.Batch
+    prepared: objective.Prepared
+    options: config.OptimizerConfig
+    steps: int
+
+    @property
+    def dtype(self):
+        """What is computed in."""
+        return self.goal.target.dtype
+
+
+def set_up(target, drafter_options, shape, steps):
+    """The Setup of a drafter (a `config.DrafterConfig`) drawn for a target, with everything in memory."""
+    drafter = dflash.initialise(dflash.DFlash(dflash.config_for(target, drafter_options)), target, 0)
+    goal = objective.Objective(target, "cross_entropy", drafter.config.block_size, rows_per_chunk=shape.rows_per_chunk)
+    batch = batch_for(target, drafter.config.block_size, shape)
+    prepared = goal.prepare(drafter, batch)
+    mx.eval(drafter.parameters(), prepared.arrays())
+    return Setup(drafter, goal, batch, prepared, config.OptimizerConfig(), steps)
+
+
+# The arms.
+
+
 class Given:
     """An objective whose batches are prepared already: the target's part is outside the step."""
 
@@ -47,27 +77,26 @@ class Given:
         return self.goal(drafter, prepared)
 
 
-# The arms.
-
-
 class Ours:
-    """The project's own step."""
+    """The project's own step, the pieces named in `compiled` through `mx.compile`."""
 
-    name = "foredraft"
-
-    def __init__(self, drafter, goal, prepared, options, steps, dtype):
-        self.prepared = prepared
-        self.trainer = trainer.Trainer(drafter, Given(goal), options, steps, dtype)
+    def __init__(self, name, setup, compiled):
+        drafter = dflash.DFlash(setup.drafter.config)
+        drafter.update(setup.drafter.parameters())
+        self.name, self.prepared = name, setup.prepared
+        self.trainer = trainer.Trainer(
+            drafter, Given(setup.goal), setup.options, setup.steps, setup.dtype, compiled=compiled
+        )
 
     def run(self, first, count):
         """Take `count` steps from 0-based `first` and wait for the last; returns its loss."""
-        pending = None
+        flight = None
         for number in range(first, first + count):
             launched = self.trainer.launch(number, self.prepared)
-            if pending:
-                self.trainer.finish(pending)
-            pending = launched
-        loss = self.trainer.finish(pending).loss
+            if flight:
+                self.trainer.finish(flight)
+            flight = launched
+        loss = self.trainer.finish(flight).loss
         mx.eval(self.trainer.state())
         mx.synchronize()
         return loss
@@ -76,8 +105,15 @@ class Ours:
 class Plain:
     """The same step in plain PyTorch."""
 
-    def __init__(self, name, step, inputs, rate):
-        self.name, self.plain, self.inputs, self.rate = name, step, inputs, rate
+    def __init__(self, name, setup, device, compiled):
+        from decode.lab import plain_torch
+
+        weights = {name: as_numpy(value) for name, value in tree_flatten(setup.drafter.trainable_parameters())}
+        how = {"device": device, "dtype": setup.dtype, "chunk": setup.goal.rows_per_chunk, "compiled": compiled}
+        self.name = name
+        self.plain = plain_torch.Step(setup.drafter.config, weights, setup.options, **how)
+        self.inputs = self.plain.inputs(**plain_inputs(setup))
+        self.rate = functools.partial(trainer.learning_rate, steps=setup.steps, options=setup.options)
 
     def run(self, first, count):
         """As `Ours.run`."""
@@ -87,49 +123,51 @@ class Plain:
         return loss.item()
 
 
-def plain_arms(drafter, goal, batch, prepared, options, steps, dtype):
-    """(PyTorch's two arms with the drafter's weights, why there are none)."""
+OURS = {"foredraft": (), "foredraft update": ("update",), "foredraft compiled": trainer.PIECES}
+PLAIN = {"torch": False, "torch compiled": True}
+
+
+def arms(setup, names):
+    """(the arms of these names, why any that were asked for are missing)."""
+    found = [Ours(name, setup, OURS[name]) for name in names if name in OURS]
+    asked = [name for name in names if name in PLAIN]
+    why = absence(backend.describe()["device"]) if asked else None
+    return found + (
+        [] if why else [Plain(name, setup, backend.describe()["device"], PLAIN[name]) for name in asked]
+    ), why
+
+
+def absence(device):
+    """Why PyTorch cannot be measured here, or None where it can."""
     try:
         from decode.lab import plain_torch
     except ImportError as error:
-        return [], f"PyTorch cannot be imported ({error})"
-    device = backend.describe()["device"]
-    if not plain_torch.available(device):
-        return [], f"this PyTorch has no {device} device, where MLX runs"
-    weights = {name: as_numpy(value) for name, value in tree_flatten(drafter.trainable_parameters())}
-    rate = functools.partial(trainer.learning_rate, steps=steps, options=options)
-    found = []
-    for name, compiled in (("torch", False), ("torch.compile", True)):
-        step = plain_torch.Step(
-            drafter.config, weights, options, device=device, dtype=dtype, chunk=goal.rows_per_chunk, compiled=compiled
-        )
-        found.append(Plain(name, step, step.inputs(**plain_inputs(goal, batch, prepared)), rate))
-    return found, None
+        return f"PyTorch cannot be imported ({error})"
+    return None if plain_torch.available(device) else f"this PyTorch has no {device} device, where MLX runs"
 
 
-def plain_inputs(goal, batch, prepared):
+def plain_inputs(setup):
     """The batch as NumPy arrays by the names of `plain_torch.Inputs`; slots and weights are worked out anew."""
     from decode.lab import plain_torch
 
-    drawn = batch.anchors
-    B = drawn.labels.shape[2]
+    drawn, B = setup.batch.anchors, setup.drafter.config.block_size
     flat = np.flatnonzero(drawn.supervised)
     weights = np.array([0.0, *plain_torch.decay(B, losses.gamma_for(B))])
     return {
-        "taps": as_numpy(mx.concatenate(prepared.taps, axis=-1)),
-        "rows": as_numpy(prepared.rows),
+        "taps": as_numpy(mx.concatenate(setup.prepared.taps, axis=-1)),
+        "rows": as_numpy(setup.prepared.rows),
         "positions": drawn.positions,
-        "documents": np.array(batch.documents),
+        "documents": np.array(setup.batch.documents),
         "slots": flat,
         "labels": drawn.labels.reshape(-1)[flat],
         "weights": weights[flat % B],
-        "head": as_numpy(head(goal.target)),
+        "head": as_numpy(head(setup.goal.target)),
     }
 
 
 def head(target):
     """The target's head as a matrix [V,D]: what it scores the unit vectors with."""
-    return target.score(mx.eye(target.hidden_size, dtype=getattr(mx, target.dtype))).T
+    return target.by_head(mx.eye(target.hidden_size, dtype=getattr(mx, target.dtype))).T
 
 
 def as_numpy(value):
@@ -147,7 +185,7 @@ def batch_for(target, block_size, shape, seed=0):
     tokens = generator.integers(0, target.vocab_size, (R, T), dtype=np.int32)
     documents = np.broadcast_to(1 + np.arange(T, dtype=np.int32) * DOCUMENTS // T, (R, T))
     places = np.flatnonzero(documents[0, : T - block_size] == documents[0, block_size:])  # the block fits its document
-    positions = np.sort(np.stack([generator.choice(places, N, replace=N > len(places)) for _ in range(R)]), axis=1)
+    positions = np.sort(np.stack([generator.choice(places, N, replace=len(places) < N) for _ in range(R)]), axis=1)
     used, answers = np.ones((R, N), bool), np.ones((R, T), bool)
     drawn = anchors.blocks_at(tokens, answers, documents, positions.astype(np.int32), used, block_size)
     return objective.Batch(mx.array(tokens), mx.array(documents), drawn)
@@ -219,13 +257,11 @@ def stopwatch(arm, first, count):
     return time.perf_counter() - start, loss
 
 
-def ratios(found, own=Ours.name):
-    """{arm: {"median", "quartiles"}} of another arm's seconds ÷ ours, over pairs of one round: above 1, ours is faster."""
+def ratios(found, own):
+    """{arm: {"median", "quartiles"}} of an arm's seconds ÷ `own`'s in the same round: above 1, `own` is faster."""
     ours, others = found[own]["runs_s"], {name: row["runs_s"] for name, row in found.items() if name != own}
     pairs = {name: [theirs / mine for theirs, mine in zip(runs, ours, strict=True)] for name, runs in others.items()}
-    return {
-        name: {"median": statistics.median(values), "quartiles": quartiles(values)} for name, values in pairs.items()
-    }
+    return {name: {"median": statistics.median(each), "quartiles": quartiles(each)} for name, each in pairs.items()}
 
 
 def quartiles(values):
@@ -233,24 +269,58 @@ def quartiles(values):
     return statistics.quantiles(values, n=4)[::2] if len(values) > 1 else values * 2
 
 
-def where(drafter, goal, batch, prepared, loop, repeats):
-    """Milliseconds by part of a step, each part made alone and waited for, so that they add up to more than a step.
+def parts(setup, repeats):
+    """Milliseconds by part of an uncompiled step, each part made alone from an idle device and waited for: medians.
 
-    target: its forward and the embedded rows, which the compared step is given. forward: to the drafter's final hidden
-    state. loss: the head and the loss. backward. update: clipping, AdamW and the cast.
+    target: its forward and the embedded rows, which the compared step is given. forward: to the drafter's hidden rows.
+    loss: head and loss, beyond that. backward: beyond both. update: clipping, AdamW and the cast. So what overlaps in
+    a running step is counted in full, and the parts may add up to more than one.
     """
-    loop.show()
-    parameters = drafter.trainable_parameters()
-
-    def value(parameters):
-        drafter.update(parameters)
-        return goal(drafter, prepared)[0]
-
+    loop, goal, prepared = Ours("parts", setup, ()).trainer, setup.goal, setup.prepared
+    drafter = loop.drafter
+    slope = loop.slopes(loop.weights, prepared)[2]
+    mx.eval(slope)
     made = {
-        "target": lambda: [array for _, array in tree_flatten(vars(goal.prepare(drafter, batch))["taps"])],
+        "target": lambda: goal.prepare(drafter, setup.batch).arrays(),
         "forward": lambda: goal.hidden(drafter, prepared),
-        "loss": lambda: value(parameters),
-        "backward": lambda: mx.value_and_grad(value)(parameters),
-        "update": lambda: None,
+        "loss": lambda: goal(drafter, prepared),
+        "backward": lambda: loop.slopes(loop.weights, prepared),
+        "update": lambda: loop.update(loop.master, loop.optimizer.state, slope, mx.array(1.0)),
     }
-    return {name: statistics.median(timed(call) for _ in range(repeats + 1)) * 1e3 for name, call in made.items()}
+    found = {}
+    for name, call in made.items():
+        loop.show(loop.weights)
+        found[name] = statistics.median(timed(call) for _ in range(repeats + 1)) * 1e3
+    found["backward"] -= found["loss"]
+    found["loss"] -= found["forward"]
+    return found
+
+
+def measure(setup, shape, names, steps, rounds, warm):
+    """All of the above as one result. names: of OURS and PLAIN; those of PLAIN are left out where they cannot run."""
+    compared, why = arms(setup, names)
+    slots = int(setup.batch.anchors.supervised.sum())
+    work, before, top = step_flops(setup.drafter.config, shape, slots), health.snapshot(), peak(setup.dtype)
+    found = compare(compared, steps, rounds, warm)
+    for row in found.values():
+        row |= rates(row["step_ms"] / 1e3, setup, shape, slots, sum(work.values()), top)
+    best = min((arm.name for arm in compared if arm.name in OURS), key=lambda name: found[name]["step_ms"])
+    return {
+        "shape": dataclasses.asdict(shape) | {"block_size": setup.drafter.config.block_size, "supervised_slots": slots},
+        "flop_per_step": work,
+        "peak_flop_s": top,
+        "arms": found,
+        "best": best,
+        "over_best": ratios(found, best),
+        "not_compared": why,
+        "parts_ms": parts(setup, rounds),
+        "health": {"before": before, "after": health.snapshot()},
+    }
+
+
+def rates(seconds, setup, shape, slots, flop, top):
+    """What a step of so many seconds comes to: tokens are the rows' own, block tokens what the drafter computes."""
+    block_tokens = shape.rows * shape.blocks * setup.drafter.config.block_size
+    counts = {"tokens": shape.rows * shape.row_tokens, "block_tokens": block_tokens, "supervised_slots": slots}
+    per_second = {f"{name}_s": count / seconds for name, count in counts.items()}
+    return {"steps_s": 1 / seconds, **per_second, "utilisation": flop / seconds / top}
