@@ -131,7 +131,7 @@ class Prepared:
 class GatedObjective(Objective):
     """The weighted loss of a gated LoRA on a batch; the layouts are its subclasses.
 
-    shuffled: judge every row by another row's labels, the control that shows what noise alone teaches.
+    shuffled: judge every row by the labels of another row of its rank, the control that shows what noise alone teaches.
     """
 
     def __init__(self, target, loss, block_size, *, shuffled=False, **options):

@@ -1,8 +1,8 @@
 """From a packed batch to the training objective: Σ w·loss and Σ w over supervised slots.
 
 R rows, T tokens, N blocks, B block, D hidden, V vocabulary, M supervised slots of a batch.
-Only supervised slots reach the target's head, in chunks that are computed again in the backward pass, so memory grows
-with rows_per_chunk × V and not with anchors × V.
+Only supervised slots reach the target's head, in chunks whose logits are not kept for the backward pass (`turns`), so
+memory grows with rows_per_chunk × V and not with anchors × V.
 """
 
 import dataclasses
@@ -99,6 +99,15 @@ class Prepared:
     chunks: tuple  # of Chunk
     target_hidden: mx.array | None  # [R·T,D], where the loss judges by the target's distribution
 
+    def arrays(self):
+        """The same as a tree of plain containers, as `mx.compile` takes it."""
+        return vars(self) | {"chunks": [vars(chunk) for chunk in self.chunks]}
+
+    @staticmethod
+    def of(arrays):
+        """What `arrays` gave, made whole again."""
+        return Prepared(**arrays | {"chunks": tuple(Chunk(**chunk) for chunk in arrays["chunks"])})
+
 
 class Objective:
     """The weighted loss of a drafter on a batch, for one target, loss, kind of weights and block size."""
@@ -154,7 +163,8 @@ class Objective:
                 markov.update(parameters)
             return self.judge(drafter, prepared, prepared.chunks[index], rows, differentiable)
 
-        found = turns.in_turn(judge, rows, markov.parameters() if markov else {})
+        shared = markov.parameters() if markov else {}
+        found = turns.in_turn(judge, rows, shared, differentiable=differentiable)
         if not confidence:
             return found | {"doubt": mx.zeros_like(found["loss"])}
         scores = drafter.confidence(rows, mx.stack([chunk.previous for chunk in prepared.chunks]))

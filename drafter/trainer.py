@@ -4,16 +4,21 @@ Master weights and AdamW's moments are float32; the forward and backward run in 
 the weights, the moments, its number and its batch alone, so a run that is split resumes to the same weights.
 """
 
+import contextlib
 import dataclasses
 import math
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten, tree_map, tree_map_with_path
+from mlx.utils import tree_flatten
 
-from drafter import ranks
+from drafter import flat, ranks
+from drafter.objective import Prepared
 from kernels.errors import UserError
+
+PIECES = ("slopes", "update")  # of a step, each a function of arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,55 +68,77 @@ PATIENCE = 5  # steps in a row, for one batch may happen to hold nothing (assume
 
 
 class Trainer:
-    """A drafter, its optimizer and its objective: `step` moves the weights once, on all `ranks` alike."""
+    """A drafter, its optimizer and its objective: `step` moves the weights once, on all `ranks` alike.
 
-    def __init__(self, drafter, objective, options, steps, dtype, ranks=ranks.ALONE):
-        self.drafter = drafter
-        self.objective = objective
-        self.options = options
-        self.steps = steps
-        self.dtype = getattr(mx, dtype)
-        self.ranks = ranks
+    master: the weights as one float32 vector [P] (see `flat`). compiled: which of a step's two PIECES go through
+    `mx.compile`; "slopes" needs an objective that draws nothing and whose batches are `objective.Prepared`.
+    """
+
+    def __init__(self, drafter, objective, options, steps, dtype, ranks=ranks.ALONE, compiled=()):
+        self.drafter, self.objective, self.options, self.steps = drafter, objective, options, steps
+        self.dtype, self.ranks = getattr(mx, dtype), ranks
         self.vanished = 0  # steps in a row whose gradient was next to nothing under a high loss
-        self.parameters = tree_map(lambda value: value.astype(mx.float32), drafter.trainable_parameters())
+        parameters = drafter.trainable_parameters()
+        self.flat = flat.Flat(parameters)
+        self.master = self.flat.join(parameters)
         self.optimizer = optim.AdamW(
             learning_rate=options.learning_rate,
             betas=[options.beta1, options.beta2],
             weight_decay=options.weight_decay,
             bias_correction=True,
         )
-        self.optimizer.init(self.parameters)
-        self.show()
+        self.optimizer.init({"master": self.master})
+        self.slopes = of_arrays(self.slopes) if "slopes" in compiled else self.slopes
+        self.update = mx.compile(self.update) if "update" in compiled else self.update
+        self.finished = 0.0  # when the newest record was made
+        self.show(self.master.astype(self.dtype))
 
-    def show(self):
-        """Put the master weights into the drafter, in the dtype it computes in."""
-        self.drafter.update(tree_map(lambda value: value.astype(self.dtype), self.parameters))
+    @property
+    def parameters(self):
+        """The master weights as the drafter's tree, float32."""
+        return self.flat.split(self.master)
+
+    def show(self, weights):
+        """Put weights [P], in the dtype it computes in, into the drafter; `weights` keeps them."""
+        self.weights = weights
+        self.drafter.update(self.flat.split(weights))
 
     def step(self, number, batch):
         """Take 0-based step `number` on a batch. Returns StepRecord; raises NonFinite or Saturated."""
         return self.finish(self.launch(number, batch))
 
     def launch(self, number, batch):
-        """Start step `number` on the device and return what `finish` needs; the host is free meanwhile."""
+        """Start step `number` on the device and return what `finish` needs; nothing here waits for the device."""
         start = time.perf_counter()
         prepared = self.objective.prepare(self.drafter, batch)
+        loss, weight, slope = self.ranks.total(self.slopes(self.weights, prepared))
+        rate = learning_rate(number, self.steps, self.options)
+        state, self.optimizer.state = self.optimizer.state | {"learning_rate": mx.array(rate, mx.float32)}, {}
+        updated = self.update(self.master, state, slope, weight)
+        self.master, self.optimizer.state, weights, norm = updated
+        loss = loss / mx.maximum(weight, 1.0)
+        self.show(weights)
+        mx.async_eval(loss, norm, self.master, self.weights, self.optimizer.state)
+        return number, loss, norm, rate, start
+
+    def slopes(self, weights, prepared):
+        """(Σ w·loss, Σ w, the gradient [P] float32 of the first) of a prepared batch at weights [P]."""
 
         def total(parameters):
-            self.drafter.update(tree_map(lambda value: value.astype(self.dtype), parameters))
+            self.drafter.update(parameters)
             return self.objective(self.drafter, prepared)
 
-        (loss, weight), gradients = mx.value_and_grad(total)(self.parameters)
-        loss, weight, gradients = self.ranks.total((loss, weight, gradients))
-        weight = mx.maximum(weight, 1.0)  # a block weighs at least 1 (its slot 1); without any, not 0/0
-        gradients = tree_map(lambda gradient: gradient / weight, gradients)
-        gradients, norm = optim.clip_grad_norm(gradients, self.options.max_gradient_norm)
-        rate = learning_rate(number, self.steps, self.options)
-        self.optimizer.learning_rate = rate
-        self.parameters = self.optimizer.apply_gradients(gradients, self.parameters)
-        loss = loss / weight
-        mx.async_eval(loss, norm, self.parameters, self.optimizer.state)
-        self.show()
-        return number, loss, norm, rate, start
+        (loss, weight), slopes = mx.value_and_grad(total)(self.flat.split(weights))
+        return loss, weight, self.flat.join(slopes)
+
+    def update(self, master, state, slope, weight):
+        """AdamW on the mean, clipped gradient: (master, optimizer state, weights [P] to compute with, norm)."""
+        slope = slope / mx.maximum(weight, 1.0)  # a block weighs at least 1 (its slot 1); without any, not 0/0
+        norm = flat.norm(slope)
+        slope = slope * mx.minimum(self.options.max_gradient_norm / (norm + 1e-6), 1.0)
+        self.optimizer.state = state
+        master = self.optimizer.apply_gradients({"master": slope}, {"master": master})["master"]
+        return master, self.optimizer.state, master.astype(self.dtype), norm
 
     def finish(self, launched):
         """Wait for a launched step. Returns StepRecord; raises NonFinite or Saturated."""
@@ -125,48 +152,75 @@ class Trainer:
                 f"step {number + 1}: loss {loss:.3g}, but gradient norms below {VANISHED} for {PATIENCE} steps in a"
                 " row: the loss is saturated"
             )
-        return StepRecord(number + 1, loss, norm, rate, time.perf_counter() - start)
+        before, self.finished = max(start, self.finished), time.perf_counter()
+        return StepRecord(number + 1, loss, norm, rate, self.finished - before)
 
     def state(self):
         """Everything a later `restore` needs, as {name: array}: master weights and optimizer state, float32."""
-        kept = {"parameters": self.parameters, "optimizer": self.optimizer.state}
-        return dict(tree_flatten(kept))
+        state = self.optimizer.state
+        moments = {key: dict(tree_flatten(self.flat.split(state["master"][key]))) for key in ("m", "v")}
+        kept = {f"parameters.{name}": value for name, value in tree_flatten(self.parameters)}
+        kept |= {f"optimizer.{name}.{key}": value for key, tree in moments.items() for name, value in tree.items()}
+        return kept | {f"optimizer.{key}": state[key] for key in ("step", "learning_rate")}
 
     def restore(self, arrays):
         """Continue from the arrays that `state` gave."""
-        # Into the trees as they are: a file's order of names would sum the gradient norm in another order.
-        own = {"parameters": self.parameters, "optimizer": self.optimizer.state}
-        kept = tree_map_with_path(lambda name, _: arrays[name], own)
-        self.parameters, self.optimizer.state = kept["parameters"], kept["optimizer"]
-        mx.eval(self.parameters, self.optimizer.state)
-        self.show()
+
+        def joined(kept):
+            return self.flat.join({name: arrays[kept.format(name)] for name in self.flat.shapes})
+
+        self.master = joined("parameters.{}")
+        moments = {key: joined(f"optimizer.{{}}.{key}") for key in ("m", "v")}
+        scalars = {key: arrays[f"optimizer.{key}"] for key in ("step", "learning_rate")}
+        self.optimizer.state = scalars | {"master": moments}
+        mx.eval(self.master, self.optimizer.state)
+        self.show(self.master.astype(self.dtype))
+
+
+def of_arrays(slopes):
+    """`slopes` compiled: a function of arrays alone, for one objective."""
+    compiled = mx.compile(lambda weights, arrays: slopes(weights, Prepared.of(arrays)))
+    return lambda weights, prepared: compiled(weights, prepared.arrays())
 
 
 def fit(trainer, batches, *, start, options, evaluators, save, log, stopping):
     """Run steps start..trainer.steps; returns the number of steps done.
 
-    batches(step) -> Batch; options: a `config.TrainerConfig`. evaluators: callables that map the drafter to {name:
-    figure}, run every `validate_every` steps and at the end. save(step, figures): called every `save_every` steps,
-    after every evaluation (with its figures), and when stopping. log({...}): one line of metrics. stopping() -> bool:
-    asked after every step.
+    batches(step) -> Batch, called on another thread; options: a `config.TrainerConfig`. evaluators: callables that map
+    the drafter to {name: figure}, run every `validate_every` steps and at the end. save(step, figures): called every
+    `save_every` steps, after every evaluation (with its figures), and when stopping. log({...}): one line of metrics,
+    of a step when the next one is launched, so that the device never waits for it. stopping() -> bool: asked after
+    every step.
     """
-    batch = batches(start) if start < trainer.steps else None
-    for number in range(start, trainer.steps):
-        launched = trainer.launch(number, batch)
-        batch = batches(number + 1)  # while the device works
-        record = trainer.finish(launched)
-        log(dataclasses.asdict(record))
-        done, last = number + 1, number + 1 == trainer.steps
-        figures = None
-        if done % options.validate_every == 0 or last:
-            figures = evaluate(trainer.drafter, evaluators)
-            log({"step": done, **figures})
-        stop = stopping()
-        if figures or stop or done % options.save_every == 0:
+    flight = None
+    with contextlib.closing(ahead(batches, start, trainer.steps)) as coming:
+        for number, batch in enumerate(coming, start):
+            launched = trainer.launch(number, batch)
+            if flight is not None:
+                log(dataclasses.asdict(trainer.finish(flight)))
+            flight, done, last = launched, number + 1, number + 1 == trainer.steps
+            validate, stop = done % options.validate_every == 0 or last, stopping()
+            if not (validate or stop or done % options.save_every == 0):
+                continue
+            log(dataclasses.asdict(trainer.finish(flight)))  # before anything is saved: it may not be finite
+            flight, figures = None, evaluate(trainer.drafter, evaluators) if validate else None
+            if figures:
+                log({"step": done, **figures})
             save(done, figures)
-        if stop and not last:
-            return done
+            if stop:
+                return done
     return trainer.steps
+
+
+def ahead(batches, start, end):
+    """batches(start) … batches(end − 1), each made on another thread while the one before it is used."""
+    with ThreadPoolExecutor(1, "batches") as thread:
+        coming = [thread.submit(batches, start)] if start < end else []
+        for number in range(start + 1, end + 1):
+            batch = coming.pop().result()
+            if number < end:
+                coming.append(thread.submit(batches, number))
+            yield batch
 
 
 def evaluate(drafter, evaluators):

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import tiny
 from decode.cycle import Loop, decode
 from decode.proposers import GatedLoraProposer
-from decode.schedule import Fixed
+from decode.schedule import Cut, Fixed
 from drafter import gated_lora, hybrid
 from kernels.errors import UserError
 from oracles import assert_same_caches, greedy_stepwise
@@ -94,6 +94,17 @@ def test_an_adapter_that_turns_everything_over_changes_no_token(adapter, answer,
     tokens, cycles = run(target, prompt, GatedLoraProposer(target, drafter, 5, keep=keep), 5)
     assert tokens == answer("qwen3_5")[0]
     assert {cycle.accepted for cycle in cycles[:-1]} <= {1, 2}  # little but the first, which is the target's own
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_verify_cut_by_confidence_leaves_the_text_as_it_is(adapter, answer, prompt, keep):
+    target, drafter = adapter("llama")
+    policy = Cut(4, "confidence", 0.02, least=1)
+    steps = list(decode(target, prompt, GatedLoraProposer(target, drafter, 4, keep=keep), policy, max_tokens=LENGTH))
+    assert [token for step in steps for token in step.tokens] == answer("llama")[0]
+    offered = [step.cycle.proposed for step in steps[1:]]
+    assert min(offered) < max(offered)
+    assert all(len(step.cycle.confidence) == step.cycle.proposed for step in steps[1:])
 
 
 class Foresight(gated_lora.GatedLora):

@@ -1,5 +1,6 @@
 """Block sizes."""
 
+import dataclasses
 import math
 
 import mlx.core as mx
@@ -77,6 +78,12 @@ def test_nothing_past_the_cut_is_looked_at():
 def test_a_calibrated_cut_uses_the_calibrated_chance():
     assert Cut(4, "confidence", 0.5, lambda p: p / 2).keep(block([0.9, 0.9, 0.9])) == 0
     assert Cut(4, "confidence", 0.5, lambda p: 1.0).keep(block([0.3, 0.3, 0.3])) == 3
+
+
+def test_what_the_target_itself_decided_is_always_offered():
+    decided = dataclasses.replace(block([0.01, 0.8, 0.6]), decided=mx.zeros((1, 5)))
+    assert Cut(4, "confidence", 0.99).keep(decided) == 1
+    assert Cut(4, "confidence", 0.7).keep(decided) == 2
 
 
 def test_entropy_is_that_of_the_whole_distribution():

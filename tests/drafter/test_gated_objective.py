@@ -10,7 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 import tiny
-from drafter import corpus, gated_lora, gated_objective, rng, shared_prefix
+from drafter import corpus, gated_lora, gated_objective, ranks, rng, shared_prefix
 from drafter.documents import Document
 from drafter.gated_objective import Blocks, Feed
 from kernels.errors import UserError
@@ -254,3 +254,22 @@ def test_suffix_blocks_end_their_rows(rows):
     drawn = gated_objective.suffix_blocks(rows.tokens, rows.loss_mask, rows.documents, B)
     assert drawn.labels.shape == (R, 1, B + 1)
     assert (drawn.positions == T - B - 1).all()
+
+
+@pytest.mark.parametrize("layout", ["prefix", "suffix"])
+def test_ranks_together_take_the_step_of_one_process(adapter, packed_rows, layout):
+    drafter = adapter("llama")
+    made = gated_objective.OBJECTIVES[layout](drafter.target, "total_variation", B, weights="uniform", rows_per_chunk=7)
+
+    def feed(**options):
+        return Feed(packed_rows, blocks_of(drafter, layout), sizes=[B], steps=4, rows_per_step=5, **options)
+
+    whole, parts = feed()(1), [feed(ranks=ranks.Ranks(rank, 3))(1) for rank in range(3)]
+    assert [len(part.tokens) for part in parts] == [1, 2, 2]
+    loss, measure, slopes = loss_and_gradient(made, drafter, whole)
+    found = [loss_and_gradient(made, drafter, part) for part in parts]
+    assert sum(one[1] for one in found) == measure
+    assert sum(one[0] for one in found) == pytest.approx(loss, rel=LOSS)
+    for name, slope in slopes.items():
+        together = sum(one[2][name] for one in found)
+        np.testing.assert_allclose(together, slope, rtol=0, atol=GRADIENT * np.abs(slope).max(), err_msg=name)

@@ -283,8 +283,8 @@ def test_rows_scored_at_once_do_not_grow_with_the_anchors(per_document, loss, he
     made = goal(spy, loss, weights="dpace", rows_per_chunk=7)
     mx.eval(nn.value_and_grad(drafter, lambda drafter: made(drafter, made.prepare(drafter, batch))[0])(drafter))
     assert set(spy.scored) == {7}
-    forward_and_backward = 2 * heads * -(-supervised // 7)
-    assert len(spy.scored) == forward_and_backward  # only supervised rows, up to the last chunk's padding
+    once = heads * -(-supervised // 7)
+    assert len(spy.scored) == once  # only supervised rows, up to the last chunk's padding
 
 
 def gradients(target, drafter, batch, rows_per_chunk, **options):

@@ -14,6 +14,7 @@ import tiny
 from drafter import checkpoint, corpus, dflash, losses, objective, trainer
 from drafter import config as configuration
 from drafter.documents import Document
+from kernels.errors import UserError
 
 B, STEPS = 4, 9
 OPTIONS = configuration.OptimizerConfig(learning_rate=3e-3, warmup_fraction=0.3, weight_decay=0.01)
@@ -198,7 +199,7 @@ def test_a_batch_without_a_block_moves_nothing_and_stops_nothing(fresh, feed):
 def test_a_step_that_is_not_finite_is_named(fresh, feed, poison):
     loop = fresh()
     loop.step(0, feed(0))
-    loop.parameters["norm"]["weight"] = loop.parameters["norm"]["weight"] * poison
+    loop.show(loop.weights * poison)
     with pytest.raises(trainer.NonFinite, match="step 2: loss nan"):
         loop.step(1, feed(1))
 
@@ -246,15 +247,46 @@ EVALUATED = '{"loss": 1, "tau": 1}'
 
 
 def test_fit_validates_saves_and_logs_in_order():
+    """A step's loss is read when the next one is launched, and before anything of it is saved."""
     done, calls = calls_of(5)
     assert done == 5
     assert calls == [
-        "launch 0", "log 1 step",
-        "launch 1", "log 2 step",
-        "launch 2", "log 3 step", "save 3 null",
+        "launch 0",
+        "launch 1", "log 1 step",
+        "launch 2", "log 2 step", "log 3 step", "save 3 null",
         "launch 3", "log 4 step", "loss of drafter", "tau of drafter", "log 4 tau", f"save 4 {EVALUATED}",
         "launch 4", "log 5 step", "loss of drafter", "tau of drafter", "log 5 tau", f"save 5 {EVALUATED}",
     ]  # fmt: skip
+
+
+def test_a_batch_that_cannot_be_made_ends_the_run_with_its_own_error():
+    def batches(number):
+        if number == 2:
+            raise UserError("row 2 is gone")
+        return f"batch {number}"
+
+    calls, options = [], types.SimpleNamespace(validate_every=9, save_every=9)
+    given = {"evaluators": [], "save": None, "log": lambda figures: None, "stopping": lambda: False}
+    with pytest.raises(UserError, match="row 2 is gone"):
+        trainer.fit(Stub(9, calls), batches, start=0, options=options, **given)
+    assert calls == ["launch 0", "launch 1"]
+
+
+def test_nothing_is_saved_of_a_step_that_is_not_finite():
+    class Diverging(Stub):
+        def finish(self, number):
+            if number == 1:
+                raise trainer.NonFinite("step 2")
+            return super().finish(number)
+
+    saved, options = [], types.SimpleNamespace(validate_every=9, save_every=1)
+    given = {"evaluators": [], "log": lambda figures: None, "stopping": lambda: False}
+    with pytest.raises(trainer.NonFinite, match="step 2"):
+        trainer.fit(
+            Diverging(9, []), "batch {}".format, start=0, options=options,
+            save=lambda step, figures: saved.append(step), **given,
+        )  # fmt: skip
+    assert saved == [1]
 
 
 def test_a_stop_saves_the_step_it_reached_and_returns_it():
@@ -273,8 +305,8 @@ def test_a_gradient_that_vanishes_under_a_high_loss_stops_the_run(fresh, feed):
     """A drafter that is certain and wrong: total variation is near 2 and has no slope left."""
     loop = fresh()
     loop.objective = objective.Objective(loop.objective.target, "total_variation", B, weights="uniform")
-    loop.parameters["norm"]["weight"] = loop.parameters["norm"]["weight"] * 1e4
-    loop.show()
+    kept = loop.state()
+    loop.restore(kept | {"parameters.norm.weight": kept["parameters.norm.weight"] * 1e4})
     for number in range(trainer.PATIENCE - 1):
         record = loop.step(number, feed(number))
         assert record.loss > 1 and record.gradient_norm < trainer.VANISHED

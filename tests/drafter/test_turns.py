@@ -53,15 +53,28 @@ def test_values_and_gradients_are_those_of_the_work_at_once(arrays):
         np.testing.assert_allclose(np.array(slope), np.array(value), rtol=2e-6, atol=1e-5, err_msg=name)
 
 
-def test_nothing_shared_is_fine(arrays):
+def test_with_nothing_shared_each_part_is_judged_once(arrays):
     parts, shared = arrays
+    judged = []
 
     def alone(i, part, _):
+        judged.append(i)
         return judge(i, part, shared)
 
     slope = mx.grad(total(lambda parts, _: in_turn(alone, parts, {})))(parts, shared)
     wanted = mx.grad(total(at_once))(parts, shared)
     np.testing.assert_allclose(np.array(slope), np.array(wanted), rtol=2e-6, atol=1e-5)
+    assert judged == list(range(C))
+
+
+def test_values_without_a_gradient_are_the_same(arrays):
+    parts, shared = arrays
+    expected = at_once(parts, shared)
+    for differentiable in (True, False):
+        found = in_turn(lambda i, part, _: judge(i, part, shared), parts, {}, differentiable=differentiable)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_array_equal(np.array(found[name]), np.array(value))
 
 
 def peak(count, work):
@@ -86,6 +99,13 @@ def test_memory_does_not_grow_with_the_parts():
         once = mx.checkpoint(lambda part, shared: judge(0, part, shared)["loss"])
         return {"loss": mx.concatenate([once(part, shared) for part in parts])}
 
-    few, many = (peak(count, lambda *given: in_turn(judge, *given)) for count in (6, 40))
-    assert many < few + 4 * row  # how far the host runs ahead of the device varies
+    def in_turn_of_all(parts, shared):
+        return in_turn(judge, parts, shared)
+
+    def unshared(parts, shared):
+        return in_turn(lambda i, part, _: judge(i, part, shared), parts, {})
+
+    for work in (in_turn_of_all, unshared):
+        few, many = (peak(count, work) for count in (6, 40))
+        assert many < few + 4 * row  # how far the host runs ahead of the device varies
     assert peak(40, chunked) > many + 6 * row

@@ -151,6 +151,9 @@ def test_a_release_is_narrow_describes_itself_and_can_be_used_alone(trained, com
         ({"adapter__layout": "suffix", "adapter__causal": "false"}, "prefix where adapter.causal is false"),
         ({"adapter__corruption": "half"}, "all, rate or none"),
         ({"adapter__targets": "[delta]"}, "no linear layer 'delta'"),
+        ({"features__mode": "cached"}, "online for a gated LoRA"),
+        ({"drafter__markov_rank": "4"}, "none for a gated LoRA"),
+        ({"drafter__confidence_head": "true"}, "false for a gated LoRA"),
     ],
 )
 def test_a_configuration_that_cannot_run_is_one_line(command, folders, text, tmp_path, changes, message):
@@ -160,6 +163,24 @@ def test_a_configuration_that_cannot_run_is_one_line(command, folders, text, tmp
     assert code == 2
     assert message in said
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_drafter_is_taken_to_other_weights_and_refused_where_only_a_full_one_will_do(
+    trained, command, folders, tmp_path
+):
+    trained("llama", "one", trainer__steps=2)
+    run, out = tmp_path / "runs" / "small" / "one", tmp_path / "result.json"
+    asked = ["--target", folders["llama"], "--adapter", run, "--dtype", "float32", "--smoke", "--out", out]
+    other = tiny.folder("llama", tmp_path, chat_template=True, seed=9)
+    code, closing, said = command(spec_decode.main, ["decompose", *asked, "--variant", other, "--block-size", 5])
+    assert code == 0, said
+    arms = json.loads(out.read_text())["arms"]
+    assert [arm["name"] for arm in arms if arm["kind"] == "gated_lora"] == ["gated_lora-5"] * 2
+    assert all(arm["identical"] == 2 for arm in arms if arm["kind"] == "gated_lora")
+    for name in ("controls", "adaptive", "staged"):
+        code, closing, said = command(spec_decode.main, [name, *asked])
+        assert code == 2
+        assert f"{name} takes a full drafter" in closing["error"]
 
 
 def test_layouts_are_measured_on_the_same_windows(command, folders, tmp_path):
