@@ -11,6 +11,7 @@ import tiny
 from decode.cycle import Loop, decode
 from decode.proposers import GatedLoraProposer
 from decode.schedule import Cut, Fixed
+from drafter import config as configuration
 from drafter import gated_lora, hybrid
 from kernels.errors import UserError
 from oracles import assert_same_caches, greedy_stepwise
@@ -226,3 +227,19 @@ def test_quantised_weights_are_adapted_too(adapter, prompt, keep):
     target, drafter = adapter("llama", bits=4)
     expected = greedy_stepwise(target.model, prompt, LENGTH, make_prompt_cache(target.model))
     assert run(target, prompt, GatedLoraProposer(target, drafter, 4, keep=keep), 4)[0] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("keep", [False, True])
+def test_smollm2_writes_its_own_text_whatever_its_adapter_drafts(smollm2, keep, size):
+    shape = gated_lora.config_for(smollm2, configuration.AdapterConfig(rank=4), 4)
+    drafter = gated_lora.initialise(gated_lora.GatedLora(smollm2, shape), 0)
+    for number, name in enumerate(drafter):
+        drawn = mx.random.normal(drafter[name].lora_b.shape, key=mx.random.key(number))
+        drafter[name].lora_b = 0.02 * drawn
+    for text in ("Explain rain to a child.", "Write a function that reverses a list."):
+        tokens = smollm2.encode(text)
+        options = {"max_tokens": 40, "eos_ids": smollm2.eos_ids}
+        plain = [token for step in decode(smollm2, tokens, **options) for token in step.tokens]
+        assert run(smollm2, tokens, GatedLoraProposer(smollm2, drafter, size, keep=keep), size, **options)[0] == plain
