@@ -147,9 +147,10 @@ class Session:
 
     def layout(self):
         """What a store of the training rows' features holds for this drafter."""
-        from drafter import features
+        from drafter import features, losses
 
-        return features.layout_of(self.target, self.corpus.train, self.drafter.config.target_layer_ids)
+        hidden = losses.LOSSES[self.config.loss.name].of_target
+        return features.layout_of(self.target, self.corpus.train, self.drafter.config.target_layer_ids, hidden)
 
     def epochs(self):
         """How often the run sees the whole corpus."""
@@ -182,7 +183,7 @@ class Session:
 
     def train(self):
         """Run the steps that remain; returns the closing figures."""
-        from drafter import objective, trainer
+        from drafter import objective, pieces, trainer
 
         settings = self.config.trainer
         if self.job.writes:
@@ -212,6 +213,8 @@ class Session:
             store=store,
             ranks=self.job,
         )
+        if start < settings.steps:
+            loop.compile(pieces.chosen(loop, feed(start)))
         before = self.target.live_digest()
         with self.log(start) as log, interruptible(self, self.job):
             try:

@@ -16,7 +16,8 @@ ROOMS = {
         fused_layer block_attention fused_rows small_matmul selfcheck""",
     "drafter": """losses limits config rng ranks manifest anchors fingerprint gguf sources watch hybrid packed layers
         steps trial target shapes heads dflash drafting gated_lora formats documents corpus prompts answers synthesis
-        features checkpoint release turns objective flat trainer library ngram scratch appraisal pretrain variants""",
+        features checkpoint release turns objective flat trainer pieces library ngram scratch appraisal pretrain
+        variants""",
     "decode": "transaction verify proposers schedule cycle stream",
     "decode.lab": """prompts health statistics ties arms timing walk cost plain_torch training_cost experiment
         report""",
