@@ -88,10 +88,16 @@ class Trainer:
             bias_correction=True,
         )
         self.optimizer.init({"master": self.master})
-        self.slopes = of_arrays(self.slopes) if "slopes" in compiled else self.slopes
-        self.update = mx.compile(self.update) if "update" in compiled else self.update
+        self.compile(compiled)
         self.finished = 0.0  # when the newest record was made
         self.show(self.master.astype(self.dtype))
+
+    def compile(self, pieces):
+        """Put the named PIECES through `mx.compile` from here on."""
+        if "slopes" in pieces:
+            self.slopes = of_arrays(self.slopes)
+        if "update" in pieces:
+            self.update = mx.compile(self.update)
 
     @property
     def parameters(self):

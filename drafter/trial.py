@@ -73,7 +73,7 @@ def weigh(tolerance, measured):
     except (RuntimeError, UserError) as fault:  # MLX's own, or a kernel that does not build
         return verdicts.UNBUILT, " ".join(str(fault).split()), None, None
     if not error <= tolerance:
-        return verdicts.WRONG, f"its hidden states are {error:.1e} away; at most {tolerance:.1e} expected", None, error
+        return verdicts.WRONG, f"its results are {error:.1e} away; at most {tolerance:.1e} expected", None, error
     reason = f"{1e3 * mine:.2f} ms, {1e3 * theirs:.2f} ms without it; error {error:.1e} of at most {tolerance:.1e}"
     return verdicts.USE if mine <= theirs else verdicts.SLOW, reason, round(mine / theirs, 3), error
 

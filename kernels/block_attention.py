@@ -29,12 +29,27 @@ def attend(queries, context_keys, context_values, block_keys, block_values, cont
     scale           multiplies the scores. H is a multiple of G; query head h reads key head h // (H/G).
 
     Scores are softmaxed in float32 whatever the dtype. Every query must see at least one key of its block.
-    Returns [R,H,N,B,d] in the queries' dtype.
+    Returns [R,H,N,B,d] in the queries' dtype. The backward pass keeps the weights alone and reads them twice: with
+    dP = dO Vᵀ the gradient of the scores is P∘(dP − Σ dO∘O), which is 0 wherever a key is hidden (FlashAttention, arXiv
+    2205.14135, appendix B), so neither the mask nor the joined softmax is differentiated.
     """
+
+    @mx.custom_function
+    def run(*given):
+        return mix(*given, context_seen, block_seen, scale)
+
+    @run.vjp
+    def back(given, cotangents, outputs):
+        return pull_back(*given, *outputs, cotangents[0], scale)
+
+    return run(queries, context_keys, context_values, block_keys, block_values)[0]
+
+
+def mix(queries, context_keys, context_values, block_keys, block_values, context_seen, block_seen, scale):
+    """(`attend`'s answer, the weights [R,G,H/G·N·B,T] of the context and [R,G,H/G,N,B,B] of the blocks)."""
     R, H, N, B, d = queries.shape
     G, T = context_keys.shape[1:3]
     grouped = (queries * scale).reshape(R, G, H // G, N, B, d)
-
     flat = grouped.reshape(R, G, H // G * N * B, d)
     context_scores = (flat @ context_keys.swapaxes(-1, -2)).reshape(R, G, H // G, N, B, T)
     block_scores = grouped @ block_keys[:, :, None].swapaxes(-1, -2)  # [R,G,H/G,N,B,B]
@@ -42,10 +57,28 @@ def attend(queries, context_keys, context_values, block_keys, block_values, cont
         [hide(context_scores, context_seen[:, :, None]), hide(block_scores, block_seen[:, :, None])], axis=-1
     )
     weights = mx.softmax(scores, axis=-1, precise=True)
+    of_context, of_block = weights[..., :T].reshape(R, G, H // G * N * B, T), weights[..., T:]
+    from_block = of_block @ block_values[:, :, None]
+    answer = (of_context @ context_values).reshape(from_block.shape) + from_block
+    return answer.reshape(R, H, N, B, d), of_context, of_block
 
-    from_context = weights[..., :T].reshape(R, G, H // G * N * B, T) @ context_values
-    from_block = weights[..., T:] @ block_values[:, :, None]
-    return (from_context.reshape(from_block.shape) + from_block).reshape(R, H, N, B, d)
+
+def pull_back(queries, context_keys, context_values, block_keys, block_values, answer, of_context, of_block, by, scale):
+    """The gradients of `mix`'s five arrays, given its three results and the cotangent `by` of the answer."""
+    grouped, flat = of_block.shape[:5] + queries.shape[-1:], of_context.shape[:3] + queries.shape[-1:]
+    offset = mx.sum((by * answer).astype(mx.float32), axis=-1, keepdims=True).astype(by.dtype)
+    by_block, by_context, scaled = by.reshape(grouped), by.reshape(flat), queries * scale
+    context_slope = of_context * (by_context @ context_values.swapaxes(-1, -2) - offset.reshape(*flat[:3], 1))
+    block_slope = of_block * (by_block @ block_values[:, :, None].swapaxes(-1, -2) - offset.reshape(*grouped[:5], 1))
+    from_block = block_slope @ block_keys[:, :, None]
+    by_query = ((context_slope @ context_keys).reshape(grouped) + from_block) * scale
+    return (
+        by_query.reshape(queries.shape),
+        context_slope.swapaxes(-1, -2) @ scaled.reshape(flat),
+        of_context.swapaxes(-1, -2) @ by_context,
+        mx.sum(block_slope.swapaxes(-1, -2) @ scaled.reshape(grouped), axis=2),
+        mx.sum(of_block.swapaxes(-1, -2) @ by_block, axis=2),
+    )
 
 
 def hide(scores, seen):

@@ -35,7 +35,7 @@ def main(argv):
     header = experiment.header("training_cost", argv, asked, target, None)
     show_card(identity_card(target, None), sys.stdout)
     shape = costs.Shape(options.rows, options.row_tokens, options.blocks, options.rows_per_chunk)
-    drafter = config.DrafterConfig(options.layers, options.block_size, mask_token_id=0)
+    drafter = config.DrafterConfig(num_hidden_layers=options.layers, block_size=options.block_size, mask_token_id=0)
     setup = costs.set_up(target, drafter, shape, 1 + options.warmup + options.rounds * options.steps)
     found = costs.measure(setup, shape, options.arms, options.steps, options.rounds, options.warmup)
     out.parent.mkdir(parents=True, exist_ok=True)

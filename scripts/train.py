@@ -188,6 +188,8 @@ class Session:
         what = self.target, rows, self.recipe.layout(self.drafter, rows)
         store = open_features(self.config, self.run, self.job, what, self.argv)
         feed = self.recipe.feed(rows, store, self.job)
+        if start < settings.steps:
+            self.compile(loop, feed(start))
         before = self.target.live_digest()
         evaluators = [self.validation(goal), self.walk()] if self.job.writes else []
         with self.log(start) as log, interruptible(self, self.job):
@@ -210,6 +212,11 @@ class Session:
         if self.target.live_digest() != before:
             raise UserError(f"target {self.target.source}: its parameters changed during training; this is a defect")
         return self.closing(done)
+
+    def compile(self, loop, batch):
+        """Compile the pieces of a step that are faster so for rank 0: all ranks alike, to hold the same weights."""
+        found = self.recipe.pieces(loop, batch) if self.job.writes else ()
+        loop.compile(self.job.told(" ".join(found)).split())
 
     def restore(self, loop):
         """Continue from the newest whole step when asked; returns the steps already done. All ranks hold rank 0's."""

@@ -17,7 +17,7 @@ ROOMS = {
     "drafter": """losses limits config rng ranks manifest anchors fingerprint gguf sources watch hybrid packed
         layers steps trial target shapes heads dflash drafting shared_prefix gated_lora formats documents corpus
         overlap prompts answers sanity questions conversations journal synthesis features checkpoint release turns
-        objective gated_objective recipes flat trainer library ngram scratch appraisal pretrain variants""",
+        objective gated_objective flat trainer pieces recipes library ngram scratch appraisal pretrain variants""",
     "decode": "transaction verify proposers schedule cycle stream",
     "decode.lab": """prompts health statistics shown ties arms timing walk cost layouts plain_torch training_cost
         experiment agreement transfer lengths controls factors calibration policies staging forecast report""",
