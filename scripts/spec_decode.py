@@ -188,7 +188,7 @@ def ksweep(options, argv):
     out = options.out or default_out("ksweep", options.target)
     refuse_unwritable(out)
     sizes = options.block_sizes or BLOCK_SIZES
-    control = {"block_size": max(sizes), "seed": options.seed, "kind": options.untrained}
+    control = {"block_size": max(2, *sizes), "seed": options.seed, "kind": options.untrained}
     target, drafter, identity = open_models(options, control)
     from decode.lab import arms, experiment, report, timing
     from drafter import manifest
