@@ -199,17 +199,24 @@ def fit(trainer, batches, *, start, options, evaluators, save, log, stopping):
     every step.
     """
     flight = None
+
+    def land(launched):  # nothing is in flight after
+        log(dataclasses.asdict(trainer.finish(launched)))
+
     with contextlib.closing(ahead(batches, start, trainer.steps)) as coming:
         for number, batch in enumerate(coming, start):
             launched = trainer.launch(number, batch)
             if flight is not None:
-                log(dataclasses.asdict(trainer.finish(flight)))
+                land(flight)
             flight, done, last = launched, number + 1, number + 1 == trainer.steps
+            if trainer.ranks.size > 1:  # they wait for each other to agree on stopping; a lost one shows in the step
+                flight = land(flight)
             validate, stop = done % options.validate_every == 0 or last, stopping()
             if not (validate or stop or done % options.save_every == 0):
                 continue
-            log(dataclasses.asdict(trainer.finish(flight)))  # before anything is saved: it may not be finite
-            flight, figures = None, evaluate(trainer.drafter, evaluators) if validate else None
+            if flight is not None:
+                flight = land(flight)  # before anything is saved: it may not be finite
+            figures = evaluate(trainer.drafter, evaluators) if validate else None
             if figures:
                 log({"step": done, **figures})
             save(done, figures)

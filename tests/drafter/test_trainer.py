@@ -11,7 +11,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 import tiny
-from drafter import checkpoint, corpus, dflash, losses, objective, trainer
+from drafter import checkpoint, corpus, dflash, losses, objective, ranks, trainer
 from drafter import config as configuration
 from drafter.documents import Document
 from kernels.errors import UserError
@@ -210,8 +210,8 @@ def test_a_step_that_is_not_finite_is_named(fresh, feed, poison):
 class Stub:
     """Stands in for a Trainer: counts, and notes each call in `calls`."""
 
-    def __init__(self, steps, calls):
-        self.steps, self.calls, self.drafter = steps, calls, "drafter"
+    def __init__(self, steps, calls, size=1):
+        self.steps, self.calls, self.drafter, self.ranks = steps, calls, "drafter", ranks.Ranks(size=size)
 
     def launch(self, number, batch):
         assert batch == f"batch {number}"
@@ -222,7 +222,7 @@ class Stub:
         return trainer.StepRecord(number + 1, 2.0, 1.0, 0.1, 0.0)
 
 
-def calls_of(steps, *, start=0, stop_after=None, validate_every=4, save_every=3):
+def calls_of(steps, *, start=0, stop_after=None, validate_every=4, save_every=3, size=1):
     """(what `fit` returned, the calls it made)."""
     calls = []
     options = types.SimpleNamespace(validate_every=validate_every, save_every=save_every)
@@ -231,7 +231,7 @@ def calls_of(steps, *, start=0, stop_after=None, validate_every=4, save_every=3)
         return lambda drafter: calls.append(f"{name} of {drafter}") or {name: 1}
 
     done = trainer.fit(
-        Stub(steps, calls),
+        Stub(steps, calls, size),
         lambda number: f"batch {number}",
         start=start,
         options=options,
@@ -256,6 +256,13 @@ def test_fit_validates_saves_and_logs_in_order():
         "launch 2", "log 2 step", "log 3 step", "save 3 null",
         "launch 3", "log 4 step", "loss of drafter", "tau of drafter", "log 4 tau", f"save 4 {EVALUATED}",
         "launch 4", "log 5 step", "loss of drafter", "tau of drafter", "log 5 tau", f"save 5 {EVALUATED}",
+    ]  # fmt: skip
+
+
+def test_ranks_finish_a_step_before_they_ask_each_other_whether_to_stop():
+    """A reduction that waits for a lost rank behind the step's own would wait for ever."""
+    assert calls_of(3, size=2, validate_every=9, save_every=9)[1][:6] == [
+        "launch 0", "log 1 step", "launch 1", "log 2 step", "launch 2", "log 3 step",
     ]  # fmt: skip
 
 
