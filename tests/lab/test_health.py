@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from decode.lab import health
+from decode.lab import health, sensors
 
 QUIET = health.Pulse(
     wall=10.0, own=5.0, load=0.5, cores=4, busy=100.0, stolen=1.0, swapped=7, throttled=2, available=0.6
@@ -51,17 +51,17 @@ def test_without_proc_the_load_average_decides():
 
 
 def test_proc_stat_counts_every_kind_of_work_but_neither_idle_nor_waiting(monkeypatch):
-    monkeypatch.setattr(health.os, "sysconf", lambda name: 100)
+    monkeypatch.setattr(sensors.os, "sysconf", lambda name: 100)
     text = "cpu  100 20 30 9000 800 4 6 50 70 70\ncpu0 1 1 1 1 1 1 1 1 1 1\n"  # guest time is inside user time
-    assert health.parse_stat(text) == {"busy": pytest.approx(1.6), "stolen": pytest.approx(0.5)}
+    assert sensors.parse_stat(text) == {"busy": pytest.approx(1.6), "stolen": pytest.approx(0.5)}
 
 
 def test_linux_memory_and_swap():
-    assert health.parse_meminfo("MemTotal:  2000 kB\nMemFree: 10 kB\nMemAvailable:  500 kB\n") == {
+    assert sensors.parse_meminfo("MemTotal:  2000 kB\nMemFree: 10 kB\nMemAvailable:  500 kB\n") == {
         "total": 2000 * 1024,
         "available": 500 * 1024,
     }
-    assert health.parse_swaps("pgpgin 5\npswpin 3\npswpout 4\npswpfoo 9\n") == 7
+    assert sensors.parse_swaps("pgpgin 5\npswpin 3\npswpout 4\npswpfoo 9\n") == 7
 
 
 def test_macos_memory_and_thermal_state():
@@ -71,22 +71,22 @@ Pages active:                            900.
 Pages inactive:                           20.
 Pages speculative:                         3.
 """
-    assert health.parse_vm_stat(text, total=77) == {"total": 77, "available": 33 * 16384}
+    assert sensors.parse_vm_stat(text, total=77) == {"total": 77, "available": 33 * 16384}
     therm = "CPU Power notify\n\tCPU_Scheduler_Limit \t= 100\n\tCPU_Available_CPUs \t= 12\n\tCPU_Speed_Limit \t= 84\n"
-    assert health.parse_therm(therm)["CPU_Speed_Limit"] == 84
-    assert health.parse_therm("Note: No thermal warning level has been recorded") is None
+    assert sensors.parse_therm(therm)["CPU_Speed_Limit"] == 84
+    assert sensors.parse_therm("Note: No thermal warning level has been recorded") is None
 
 
 def test_nvidia_state():
-    (gpu,) = health.parse_gpus("NVIDIA H200, 1980, 1980, 35, 0, 79.63, 4, 143771\n")
+    (gpu,) = sensors.parse_gpus("NVIDIA H200, 1980, 1980, 35, 0, 79.63, 4, 143771, 0x0000000000000001\n")
     assert gpu["clocks.sm"] == 1980 and gpu["memory.total"] == 143771 and gpu["name"] == "NVIDIA H200"
-    assert health.parse_gpus("NVIDIA X, [N/A], 1980, 35, 0, 79.63, 4, 9")[0]["clocks.sm"] == "[N/A]"
+    assert sensors.parse_gpus("NVIDIA X, [N/A], 1980, 35, 0, 79.63, 4, 9, 0x60")[0]["clocks.sm"] == "[N/A]"
 
 
 def test_what_is_absent_is_none():
-    assert health.read(health.PROC / "no-such-file") is None
-    assert health.ask("no-such-program") is None
-    parsers = (health.parse_stat, health.parse_swaps, health.parse_meminfo, health.parse_therm, health.parse_gpus)
+    assert sensors.read(sensors.PROC / "no-such-file") is None
+    assert sensors.ask("no-such-program") is None
+    parsers = (sensors.parse_stat, sensors.parse_swaps, sensors.parse_meminfo, sensors.parse_therm, sensors.parse_gpus)
     assert [parse(None) for parse in parsers] == [None] * 5
 
 
