@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from decode.lab import statistics
+from decode.lab import intervals, statistics
 
 
 def row(arm="a", prompt="p", repeat=0, tokens=(1, 2, 3), seconds=1.0, cycles=(), loop=0.0):
@@ -18,6 +18,7 @@ def row(arm="a", prompt="p", repeat=0, tokens=(1, 2, 3), seconds=1.0, cycles=(),
         "tokens": list(tokens),
         "seconds": seconds,
         "loop_fraction": loop,
+        "disturbed": [],
         "proposed_per_cycle": columns[0],
         "accepted_per_cycle": columns[1],
         "committed_per_cycle": columns[2],
@@ -41,7 +42,7 @@ def row(arm="a", prompt="p", repeat=0, tokens=(1, 2, 3), seconds=1.0, cycles=(),
     ],
 )
 def test_t_quantile_agrees_with_the_printed_table(probability, freedom, expected):
-    assert statistics.t_quantile(probability, freedom) == pytest.approx(expected, abs=6e-4)
+    assert intervals.t_quantile(probability, freedom) == pytest.approx(expected, abs=6e-4)
 
 
 def test_loop_fraction_counts_starts_already_seen():
