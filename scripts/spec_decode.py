@@ -8,9 +8,11 @@
 generate  writes an answer, streamed to standard output
 ksweep    times mlx_lm, the plain loop, an n-gram control and DFlash at every block size, interleaved, and audits
           every output that differs from plain; ends with status "failed" where one is a defect
+ties      audits the same arms, with and without a tie guard, and counts over plain's text how often a forward of W
+          rows decides otherwise than a forward of one
 cost      times plain steps, verifies, prefills and rollback beside mlx-lm's own, on a target or on a published shape
           with random weights
-report    rebuilds the tables of result files from their rows
+report    rebuilds the tables and plots of result files from their rows, on one page
 """
 
 import argparse
@@ -25,13 +27,17 @@ from kernels.errors import UserError
 RUNS = edge.ROOT / "runs"
 BLOCK_SIZES = (2, 4, 8, 16)
 BLOCK = "a block is the pending token and at least one proposal"
+UNRECORDED = ("command", "out", "resume", "criteria")  # options that are no part of what was measured
+GUARD = "tokens whose top two logits are within ULPS of each other are decided by one row"
 PROBE_BYTES = 1 << 16  # of a result about to be written: a disk this full is refused before the work, not after
 
 
 def main(argv):
     """Run one subcommand; returns its closing figures."""
     options = build_parser().parse_args(argv)
-    return {"generate": generate, "ksweep": ksweep, "cost": cost, "report": report}[options.command](options, argv)
+    return {"generate": generate, "ksweep": ksweep, "ties": ties, "cost": cost, "report": report}[options.command](
+        options, argv
+    )
 
 
 def build_parser():
@@ -40,6 +46,7 @@ def build_parser():
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_generate(commands.add_parser("generate", help="write an answer", description=generate.__doc__))
     add_ksweep(commands.add_parser("ksweep", help="measure block sizes", description=ksweep.__doc__))
+    add_ties(commands.add_parser("ties", help="audit where outputs differ", description=ties.__doc__))
     add_cost(commands.add_parser("cost", help="time steps and verifies", description=cost.__doc__))
     add_report(commands.add_parser("report", help="rebuild tables from results", description=report.__doc__))
     return parser
@@ -67,10 +74,25 @@ def add_generate(parser):
     add("--system", metavar="TEXT", help="a system turn put before every prompt")
     add("--block-size", type=whole(2, BLOCK), metavar="B", help="rows of a draft pass (the drafter's own)")
     add("--max-tokens", type=whole(1), default=256, metavar="N", help="longest answer (%(default)s)")
+    add("--tie-guard", type=ulps, metavar="ULPS", help=f"with --drafter: {GUARD}")
 
 
 def add_ksweep(parser):
     """ksweep's options."""
+    add_sweep(parser, "ksweep")
+    parser.add_argument("--tie-guard", type=ulps, metavar="ULPS", help=f"speculate under a guard: {GUARD}")
+
+
+def add_ties(parser):
+    """ties' options."""
+    add_sweep(parser, "ties")
+    add = parser.add_argument
+    add("--tie-guard", type=ulps, default=1, metavar="ULPS", help=f"of the guarded arms: {GUARD} (%(default)s)")
+    add("--widths", type=several(2), metavar="W,…", help="rows of the census' forwards (the block sizes)")
+
+
+def add_sweep(parser, command):
+    """The options of the commands that compare block sizes."""
     add_models(parser, omitted="an untrained control")
     add = parser.add_argument
     add("--prompts", default="suite", metavar="P", help="a shipped set's name, or JSON Lines (%(default)s)")
@@ -81,7 +103,16 @@ def add_ksweep(parser):
     add("--repeats", type=whole(1), default=2, metavar="N", help="timed runs of each arm and prompt (%(default)s)")
     add("--warmup", type=whole(0), default=1, metavar="N", help="untimed runs of each arm (%(default)s)")
     add("--seed", type=whole(0), default=0, metavar="N", help="draws the untrained control (%(default)s)")
-    add("--out", type=pathlib.Path, metavar="FILE", help="result JSON (runs/ksweep/TARGET-TIME.json)")
+    add_evaluation(parser, command)
+
+
+def add_evaluation(parser, command):
+    """The options of every evaluation that measures arms."""
+    add = parser.add_argument
+    add("--include-disturbed", action="store_true", help="headlines count rows of a disturbed machine too; recorded")
+    add("--criteria", type=pathlib.Path, metavar="FILE", help="pass rules written beforehand (YAML); judged by report")
+    add("--out", type=pathlib.Path, metavar="FILE", help=f"result JSON (runs/{command}/TARGET-TIME.json)")
+    add("--resume", action="store_true", help="go on with what a killed run of this --out left beside it")
 
 
 def add_cost(parser):
@@ -100,7 +131,9 @@ def add_cost(parser):
 def add_report(parser):
     """report's options."""
     parser.add_argument("paths", nargs="+", metavar="PATH", help="result files, or folders of them")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for the .md and .txt tables")
+    parser.add_argument(
+        "--out", type=pathlib.Path, required=True, help="folder for report.html, plots, and .md and .txt tables"
+    )
 
 
 def whole(least, why=None):
@@ -132,6 +165,17 @@ def several(least, why=None):
     return convert
 
 
+def ulps(text):
+    """A converter to ULPs, a number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"found {text!r}; expected ULPs, a number of at least 0, for example 1")
+    return value
+
+
 def generate(options, argv):
     """Write an answer to each prompt: --prompt, --prompts or standard input. Without --drafter it decodes plainly."""
     texts = read_prompts(options)
@@ -154,7 +198,8 @@ def show_answer(target, prompt, drafter, options, cycles):
     """Stream one answer to standard output, its cycles appended to `cycles`; returns the last response."""
     from decode import stream
 
-    asked = {"max_tokens": options.max_tokens, "block_size": options.block_size, "on_cycle": cycles.append}
+    asked = {"max_tokens": options.max_tokens, "block_size": options.block_size, "tie_guard": options.tie_guard}
+    asked |= {"on_cycle": cycles.append}
     for response in stream.stream_generate(target, target.tokenizer, prompt, drafter, **asked):
         print(response.text, end="", flush=True)
     print(flush=True)
@@ -203,29 +248,71 @@ def prepare():
 
 def ksweep(options, argv):
     """Time every arm on every prompt, interleaved, and write the result with all its rows."""
+    *_, result, _ = sweep(options, argv)
+    return closing(result, options.out)
+
+
+def ties(options, argv):
+    """Audit every output that differs from plain, with and without a tie guard, and take the census of decisions."""
+    target, prompts, result, save = sweep(options, argv)
+    from decode.lab import census, experiment, shown, tables
+
+    widths = options.widths or result["config"]["block_sizes"]
+    experiment.take_census(result, target, prompts, widths, progress, save)
+    found = census.summarise(result["census"])
+    for _, header, rows, _ in tables.with_rows([tables.disagreement(result), tables.by_margin(result)]):
+        print(f"{shown.as_text(header, rows)}\n", flush=True)
+    return closing(result, options.out) | {"disagreement": {W: figures["rate"] for W, figures in found.items()}}
+
+
+def sweep(options, argv):
+    """Compare block sizes: (target, encoded prompts, result, how it is saved); options.out says where it lies."""
     from decode.lab import prompts
 
     chosen = prompts.load(options.prompts, options.limit)
-    out = options.out or default_out("ksweep", options.target)
-    refuse_unwritable(out)
+    options.out = options.out or default_out(options.command, options.target)
+    refuse_unwritable(options.out)
     control = {"block_size": max(options.block_sizes or BLOCK_SIZES), "seed": options.seed}
     target, drafter, identity = open_models(options, control)
-    from decode.lab import arms, experiment, report, timing
-    from drafter import manifest
+    from decode.lab import arms, criteria, experiment, report, statistics, timing
 
     sizes = options.block_sizes or tuple(size for size in BLOCK_SIZES if size <= drafter.config.block_size)
     compared = arms.ksweep(target, drafter, sizes, options.ngram, options.ngram_block_size)
-    plan = timing.Plan(options.max_tokens, options.repeats, options.warmup)
+    if options.tie_guard is not None:
+        compared = arms.guarded(compared, options.tie_guard, beside=options.command == "ties")
+    headline = statistics.EVERY if options.include_disturbed else statistics.QUIET
+    plan = timing.Plan(options.max_tokens, options.repeats, options.warmup, headline)
     encoded = experiment.encode(target, chosen.prompts, plan, raw=options.raw)
-    asked = {name: value for name, value in vars(options).items() if name not in ("command", "out")}
+    asked = {name: value for name, value in vars(options).items() if name not in UNRECORDED}
     found = {"block_sizes": sizes, "prompts": chosen.identity(), "raw_reason": target.raw_reason(options.raw)}
-    header = experiment.header("ksweep", argv, asked | found, target, identity)
+    rules = options.criteria and criteria.register(options.criteria, [arm.name for arm in compared])
+    header = experiment.header(options.command, argv, asked | found, target, identity)
+    header |= {"criteria": rules} if rules else {}
     show_card(ksweep_card(target, identity, chosen, compared, plan, found["raw_reason"]), sys.stdout)
-    result = experiment.run(header, target, compared, encoded, plan, progress)
+    save, earlier = storage(options.out, header, options.resume)
+    result = experiment.run(header, target, compared, encoded, plan, progress, save, earlier)
     print(report.text(result, result["arms"]), flush=True)
+    return target, encoded, result, save
+
+
+def storage(out, header, resume):
+    """(how an evaluation saves: its result so far beside `out`, the whole one in it; what it goes on with, or None).
+
+    resume: raises UserError where it finds no run cut short there that is the same as this one.
+    """
+    from decode.lab import record
+    from drafter import manifest
+
+    partial = out.with_name(f"{record.stem(out)}.partial.json")
+    earlier = record.unfinished(partial, header) if resume else None
     out.parent.mkdir(parents=True, exist_ok=True)
-    manifest.write_json(out, result)
-    return closing(result, out)
+
+    def save(result):
+        manifest.write_json(out if result["complete"] else partial, result)
+        if result["complete"]:
+            partial.unlink(missing_ok=True)
+
+    return save, earlier
 
 
 def cost(options, argv):
@@ -329,7 +416,7 @@ def show_card(lines, stream):
 def closing(result, out):
     """The closing figures of a ksweep: its best drafting arm, how many prompts' plain continuations do not loop, and
     whether any divergence is a defect."""
-    from decode.lab import experiment
+    from decode.lab import criteria, experiment
 
     drafted = [arm for arm in result["arms"] if arm["kind"] == "dflash" and arm["speedup"]]
     best = max(drafted, key=lambda arm: arm["speedup"]["ratio"], default=None)
@@ -343,6 +430,9 @@ def closing(result, out):
         "prompts": best["prompts"],
     }  # fmt: skip
     flagged = len(result["health"]["flagged_rows"])
+    if "criteria" in result:
+        said = [one["verdict"] for one in criteria.judge(result["criteria"], result["arms"])]
+        figures |= {"criteria": {verdict: said.count(verdict) for verdict in criteria.VERDICTS}}
     return {
         "status": "failed" if defects else "done",
         "out": str(out),
@@ -354,21 +444,23 @@ def closing(result, out):
 
 
 def report(options, argv):
-    """Rebuild the tables of result files from their rows, and check the stored figures against them."""
+    """Rebuild the tables and plots of result files from their rows, and check the stored figures against them."""
     prepare()
+    from decode.lab import plots, record
     from decode.lab import report as reports
 
-    results = reports.find(options.paths)
+    results = record.find(options.paths)
     options.out.mkdir(parents=True, exist_ok=True)
-    changed = {}
-    for file, result in results.items():
-        content, names = reports.write(file, result, options.out)
+    if not plots.available():
+        print("no plots: matplotlib is not installed; pip install -e '.[report]'", file=sys.stderr)
+    told = reports.write(results, options.out)
+    for file, (content, names) in told.items():
         print(f"{file}\n\n{content}", flush=True)
-        changed |= {str(file): names} if names else {}
-    for file, names in changed.items():
-        print(f"{file}: the stored figures of {', '.join(names)} are not what its rows give", file=sys.stderr)
-    status = "failed" if changed else "done"
-    return {"status": status, "out": str(options.out), "files": len(results), "changed": changed}
+        if names:
+            print(f"{file}: the stored figures of {', '.join(names)} are not what its rows give", file=sys.stderr)
+    changed = {str(file): names for file, (_, names) in told.items() if names}
+    figures = {"files": len(results), "page": str(options.out / reports.PAGE), "changed": changed}
+    return {"status": "failed" if changed else "done", "out": str(options.out), **figures}
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """What is compared: one way of decoding each, all asked the same question and stopped by the same rule.
 
-    mlx_lm     mlx_lm.stream_generate, the baseline
+    mlx_lm     mlx_lm.stream_generate, the baseline, always the first of a round
+    X-twin     arm X again, elsewhere in the round: its ratio to X is the noise floor
     plain      this project's loop without a proposer
     ngram-N    the control that needs no model: prompt lookup of n-grams up to N
     dflash-B   the drafter at block size B
+    X-guardG   arm X under a tie guard of G ULPs
 
 T prompt tokens, K proposals, V vocabulary.
 """
@@ -36,13 +38,21 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One way of decoding; kind is mlx_lm, plain, ngram or dflash, and block_size is None for the first two."""
+    """One way of decoding; kind is mlx_lm, plain, ngram or dflash, and block_size is None for the first two.
+
+    tie_guard: ULPs within which a block's token is decided by one row instead, or None.
+    """
 
     name: str
     kind: str
     block_size: int | None
     target: Target
     proposer: Proposer | None = None
+    tie_guard: float | None = None
+
+    def guarded(self, ulps):
+        """The same arm under a tie guard."""
+        return dataclasses.replace(self, name=f"{self.name}-guard{ulps:g}", tie_guard=ulps)
 
     def run(self, tokens, max_tokens, clock=None):
         """Decode a prompt (T ids) as a caller would, timed where each emitted token reaches the caller. Returns Run.
@@ -57,17 +67,20 @@ class Arm:
         responses = stream.stream_generate(
             self.target, tokenizer, list(tokens), self.proposer,
             max_tokens=max_tokens, block_size=self.block_size, on_cycle=cycles.append, clock=clock,
+            tie_guard=self.tie_guard,
         )  # fmt: skip
         return clocked(responses, cycles)
 
     def replay(self, tokens, max_tokens):
         """Run a drafting arm again, keeping what an audit needs: (emitted ids, one `ties.Verify` per cycle)."""
         noting, schedule, ends = Noting(self.proposer), Fixed(self.block_size), self.target.eos_ids
-        steps = cycle.decode(self.target, list(tokens), noting, schedule, max_tokens=max_tokens, eos_ids=ends)
+        options = {"max_tokens": max_tokens, "eos_ids": ends, "tie_guard": self.tie_guard}
+        steps = cycle.decode(self.target, list(tokens), noting, schedule, **options)
         emitted, verifies = [], []
         for step in steps:
             if step.cycle:
-                rows = (emitted[-1], *noting.proposed[: step.cycle.proposed])
+                proposed = () if step.cycle.redecided else noting.proposed[: step.cycle.proposed]
+                rows = (emitted[-1], *proposed)
                 mx.eval(step.logits)
                 verifies.append(Verify(len(emitted), rows, step.logits))
             noting.proposed = ()
@@ -121,10 +134,17 @@ def ksweep(target, drafter, block_sizes, ngrams, ngram_block_size):
         Fixed(size, most=trained)
     return [
         Arm("mlx_lm", "mlx_lm", None, target),
+        Arm("mlx_lm-twin", "mlx_lm", None, target),
         Arm("plain", "plain", None, target),
         *(Arm(f"ngram-{n}", "ngram", ngram_block_size, target, PromptLookup(n)) for n in ngrams),
         *(Arm(f"dflash-{B}", "dflash", B, target, DFlashProposer(target, drafter, B)) for B in block_sizes),
     ]
+
+
+def guarded(compared, ulps, beside):
+    """The arms with every speculative one under a tie guard, instead of the unguarded one or beside it."""
+    under = [arm.guarded(ulps) for arm in compared if arm.block_size]
+    return [arm for arm in compared if beside or not arm.block_size] + under
 
 
 def open_drafter(target, path, *, allow_mismatch):

@@ -4,23 +4,29 @@ The walk: prompts are encoded and measured against the context before anything i
 the instrumented pass (stage times need synchronisation, so they never come from the timed one) → the divergence audit
 → figures per arm. A result (schema "foredraft.result/1", DESIGN's keys) also holds what its figures were computed from:
 
+    continued    when the runs began whose saved rounds this one went on with, where it did
+    complete     whether every round, stage and audit was done; a result is saved after each round of arms
     rows         one per arm, prompt and repeat: `tokens` (ids emitted), `seconds` (first emitted token to last),
-                 `prefill_seconds`, `proposed_per_cycle`, `accepted_per_cycle`, `committed_per_cycle`, `loop_fraction`,
-                 `finish`, `place` (position in the interleaving), `disturbed` (reasons, by health.rule)
+                 `prefill_seconds`, `proposed_per_cycle`, `accepted_per_cycle`, `committed_per_cycle`, `redecided` (by
+                 a tie guard's single rows), `loop_fraction`, `finish`, `place` (position in the interleaving),
+                 `disturbed` (reasons, by health.rule)
     stages       one per arm and prompt of the instrumented pass: cycles, and seconds in draft, verify, commit and all
     divergences  one per arm, prompt and distinct outcome that left `plain`: see `ties`
+    census       of the command ties, one per text and width: see `census`
 """
 
+import copy
 import dataclasses
 import os
 import time
 
-from decode.lab import health, statistics, ties, timing
+from decode.lab import census, health, statistics, ties, timing
 from decode.lab.prompts import spread
 from drafter import manifest
 from kernels.errors import UserError
 
 SCHEMA = "foredraft.result/1"
+MEASURED = ("complete", "health", "arms", "rows", "stages", "divergences")
 INSTRUMENTED = 4  # prompts; assumed enough for a mean over a hundred cycles or more
 SHOWN = ("MLX_", "FOREDRAFT_", "OMP_", "OPENBLAS_", "MKL_")  # environment that changes speed or rounding
 
@@ -65,31 +71,57 @@ def header(command, argv, config, target, drafter):
     }
 
 
-def run(header, target, arms, prompts, plan, progress):
+def run(header, target, arms, prompts, plan, progress, save=lambda result: None, earlier=None):
     """Measure the arms on encoded prompts. Returns the whole result.
 
     arms: the baseline first, `plain` among them. progress: wraps an iterable to show how far it is, as tqdm does;
-    called as progress(iterable, total=…, desc=…).
+    called as progress(iterable, total=…, desc=…). save: called with the result so far after every prompt's round, so
+    that a killed run leaves what it measured. earlier: such a result, to be gone on with.
     """
-    before = health.snapshot()
+    result = header | opening(earlier, arms, plan)
+    rows, states = result["rows"], result["health"]
+    save(result)
     for _ in progress(timing.warm_up(arms, prompts, plan), total=plan.warmup * len(arms), desc="warm-up"):
         pass
-    total = plan.repeats * len(prompts) * len(arms)
-    rows = [as_row(*found) for found in progress(timing.timed_rows(arms, prompts, plan), total=total, desc="timed")]
-    after = health.snapshot()
+    done = {(row["repeat"], row["prompt"]) for row in rows}
+    total = plan.repeats * len(prompts) - len(done)
+    for found in progress(timing.rounds(arms, prompts, plan, done), total=total, desc="timed"):
+        rows += as_rows(*found)
+        states["between"].append({"repeat": found[0], "prompt": found[1].id, "ailments": found[3]})
+        states["flagged_rows"] = [index for index, row in enumerate(rows) if row["disturbed"]]
+        save(result)
+    states["after"] = health.snapshot()
     pairs = [(arm, prompt) for prompt in spread(prompts, INSTRUMENTED) for arm in arms if arm.kind != "mlx_lm"]
-    stages = [as_stage(arm, prompt, plan) for arm, prompt in progress(pairs, total=len(pairs), desc="stages")]
+    result["stages"] = [as_stage(*pair, plan) for pair in progress(pairs, total=len(pairs), desc="stages")]
+    save(result)
     cases = diverging(rows, [arm for arm in arms if arm.block_size])
-    audited = [examine(target, case, prompts, plan) for case in progress(cases, total=len(cases), desc="divergences")]
-    flagged = [index for index, row in enumerate(rows) if row["disturbed"]]
-    result = header | {
-        "health": {"before": before, "after": after, "rule": health.RULE, "flagged_rows": flagged},
+    cases = progress(cases, total=len(cases), desc="divergences")
+    result["divergences"] = [examine(target, case, prompts, plan) for case in cases]
+    states["drift"] = drift(result)
+    result |= {"complete": True, "arms": summarise(result)}
+    save(result)
+    return result
+
+
+def opening(earlier, arms, plan):
+    """The measured part of a result before its first round, or that of an earlier result to be gone on with."""
+    if earlier:
+        kept = {key: copy.deepcopy(earlier[key]) for key in MEASURED}
+        return kept | {"continued": [*earlier.get("continued", []), earlier["provenance"]["created"]]}
+    states = {"before": health.snapshot(), "between": [], "after": None, "rule": health.RULE, "flagged_rows": []}
+    return {
+        "complete": False,
+        "health": states | {"headline": plan.headline},
         "arms": [{"name": arm.name, "kind": arm.kind, "block_size": arm.block_size} for arm in arms],
-        "rows": rows,
-        "stages": stages,
-        "divergences": audited,
+        "rows": [],
+        "stages": [],
+        "divergences": [],
     }
-    return result | {"arms": summarise(result)}
+
+
+def as_rows(repeat, prompt, runs, ailments):
+    """The result rows of one round."""
+    return [as_row(arm, prompt, place, repeat, run, alone + ailments) for arm, place, run, alone in runs]
 
 
 def as_row(arm, prompt, place, repeat, run, disturbed):
@@ -108,6 +140,7 @@ def as_row(arm, prompt, place, repeat, run, disturbed):
         "proposed_per_cycle": [cycle.proposed for cycle in run.cycles],
         "accepted_per_cycle": [cycle.accepted for cycle in run.cycles],
         "committed_per_cycle": [cycle.committed for cycle in run.cycles],
+        "redecided": sum(cycle.redecided for cycle in run.cycles),
         "loop_fraction": statistics.loop_fraction(run.tokens),
         "disturbed": disturbed,
     }
@@ -119,6 +152,17 @@ def as_stage(arm, prompt, plan):
     timing.settle()
     spent = {stage: sum(cycle.seconds[stage] for cycle in run.cycles) for stage in statistics.STAGES}
     return {"arm": arm.name, "prompt": prompt.id, "cycles": len(run.cycles), "seconds": run.seconds, **spent}
+
+
+def take_census(result, target, prompts, widths, progress, save):
+    """Add the census of decisions over plain's texts to a whole result, saved after every text."""
+    asked = {prompt.id: prompt.tokens for prompt in prompts}
+    texts = [row for row in result["rows"] if row["arm"] == "plain" and row["repeat"] == 0]
+    result["census"] = []
+    for row in progress(texts, total=len(texts), desc="census"):
+        found = census.count(target, asked[row["prompt"]], row["tokens"], widths)
+        result["census"] += [{"prompt": row["prompt"], **counted} for counted in found]
+        save(result)
 
 
 def diverging(rows, arms):
@@ -168,7 +212,7 @@ def rebuilt(row, position):
 
 def summarise(result):
     """A result's figures per arm, from its rows, stages and divergences alone."""
-    arms = statistics.summarise(result["rows"], result["arms"])
+    arms = statistics.summarise(result["rows"], result["arms"], headline(result))
     stages = statistics.group(result["stages"], "arm")
     audited = statistics.group(result["divergences"], "arm")
     for arm in arms:
@@ -177,9 +221,20 @@ def summarise(result):
     return arms
 
 
+def drift(result):
+    """How the plain loop's pace changed over the run, from the rows that headlines count."""
+    plain = statistics.group(result["rows"], "arm").get("plain", [])
+    return statistics.drift(statistics.counted(plain, headline(result)))
+
+
+def headline(result):
+    """Which rows a result's headlines count; one of before there was a choice counts every row."""
+    return result["health"].get("headline", statistics.EVERY)
+
+
 def loops(result):
     """The prompts whose plain continuation loops."""
-    return statistics.looping(statistics.group(result["rows"], "arm")["plain"])
+    return statistics.looping(statistics.group(result["rows"], "arm").get("plain", []))
 
 
 def environment():

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from decode import verify
 from decode.lab import ties
 
 V = 11
@@ -23,12 +24,12 @@ def logits(plain, other, third=-30.0, dtype=mx.float32):
 @pytest.mark.parametrize("magnitude", [0.0, 1.0, 1.5, 2.0, 15.99, 16.0, 1e-3, 6e-8])
 def test_ulp_is_the_distance_to_the_next_value(dtype, numpy_dtype, magnitude):
     stored = numpy_dtype(magnitude)
-    assert ties.ulp(float(stored), dtype) == float(np.spacing(stored))
+    assert verify.ulp(float(stored), dtype) == float(np.spacing(stored))
 
 
 @pytest.mark.parametrize("magnitude, expected", [(1.0, 2**-7), (1.99, 2**-7), (20.0, 2**-3), (32.0, 2**-2)])
 def test_ulp_of_bfloat16_has_seven_fraction_bits(magnitude, expected):
-    assert ties.ulp(magnitude, mx.bfloat16) == expected
+    assert verify.ulp(magnitude, mx.bfloat16) == expected
 
 
 BF = mx.bfloat16  # at 20 one ULP is .125

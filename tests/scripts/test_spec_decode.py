@@ -13,7 +13,7 @@ import spec_decode
 import edge
 import tiny
 from decode import transaction
-from decode.lab import arms
+from decode.lab import arms, health, timing
 from drafter import checkpoint, manifest
 from drafter import target as targets
 
@@ -33,6 +33,13 @@ def call(monkeypatch, capsys, *argv, stdin=""):
 def command(monkeypatch, capsys):
     """`call` with this test's capture."""
     return lambda *argv, **options: call(monkeypatch, capsys, *argv, **options)
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    """A machine on which nothing disturbs a row, whatever else runs on this one."""
+    monkeypatch.setattr(health, "disturbance", lambda before, after: [])
+    monkeypatch.setattr(health, "ailments", lambda before, after: [])
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +75,14 @@ def test_ksweep_prints_a_card_a_table_and_a_closing_line_and_writes_its_result(c
     result = json.loads(out.read_text())
     looping = {row["prompt"] for row in result["rows"] if row["arm"] == "plain" and row["loop_fraction"] >= 0.05}
     assert closing["loop_free_prompts"] == 2 - len(looping)
-    assert [arm["name"] for arm in result["arms"]] == ["mlx_lm", "plain", "ngram-2", "dflash-2", "dflash-3"]
+    assert [arm["name"] for arm in result["arms"]] == [
+        "mlx_lm",
+        "mlx_lm-twin",
+        "plain",
+        "ngram-2",
+        "dflash-2",
+        "dflash-3",
+    ]
     assert result["config"]["block_sizes"] == [2, 3] and result["config"]["seed"] == 0
     assert [path.name for path in out.parent.iterdir()] == ["result.json"]
 
@@ -91,10 +105,61 @@ def test_report_rebuilds_the_tables_and_fails_on_an_edited_figure(command, targe
     table = (tmp_path / "tables" / "result.txt").read_text()
     assert table.rstrip() in shown and table.rstrip() in again
     result = json.loads(out.read_text())
-    result["arms"][3]["tok_s"] *= 2
+    result["arms"][4]["tok_s"] *= 2
     out.write_text(json.dumps(result))
     code, closing, _, _ = command("report", out, "--out", tmp_path / "tables")
     assert code == 1 and closing["status"] == "failed" and closing["changed"] == {str(out): ["dflash-2"]}
+
+
+def test_a_killed_ksweep_leaves_its_rounds_to_be_reported_and_resumed(command, target, asked, tmp_path, monkeypatch):
+    out, partial = tmp_path / "result.json", tmp_path / "result.partial.json"
+    rounds = timing.rounds
+
+    def cut(*given):
+        yield next(rounds(*given))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(timing, "rounds", cut)
+    code, closing, _, _ = command(*small(target, asked, out))
+    assert code == 130 and closing["status"] == "interrupted" and not out.exists()
+    assert len(json.loads(partial.read_text())["rows"]) == 6
+    code, closing, shown, _ = command("report", partial, "--out", tmp_path / "tables")
+    assert code == 0 and "INCOMPLETE" in shown
+    monkeypatch.setattr(timing, "rounds", rounds)
+    code, closing, _, err = command(*small(target, asked, out), "--max-tokens", 5, "--resume")
+    assert code == 2 and "its config is not this run's" in closing["error"]
+    code, closing, _, _ = command(*small(target, asked, out), "--resume")
+    assert code == 0 and closing["identical"] == 2 and not partial.exists()
+    result = json.loads(out.read_text())
+    assert len(result["rows"]) == 12 and len(result["continued"]) == 1
+    code, closing, _, _ = command(*small(target, asked, out), "--resume")
+    assert code == 2 and "result.partial.json: not found" in closing["error"]
+
+
+def test_criteria_are_registered_before_the_run_and_judged_after_it(command, target, asked, tmp_path):
+    rules, out = tmp_path / "rules.yaml", tmp_path / "result.json"
+    rules.write_text(
+        "- {name: sound, arm: dflash-3, figure: divergences.defect, at_most: 0}\n"
+        "- {name: fast, arm: dflash-3, figure: speedup.low, at_least: 1}\n"
+        "- {name: magic, arm: dflash-3, figure: tau.pooled, at_least: 9}\n"
+    )
+    code, closing, shown, _ = command(*small(target, asked, out), "--criteria", rules)
+    assert code == 0 and closing["criteria"] == {"met": 1, "missed": 1, "not testable": 1}
+    assert "sound" in shown and "not testable" in shown
+    assert json.loads(out.read_text())["criteria"]["sha256"] == hashlib.sha256(rules.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("place", ["rows", "seconds", "health", "prompts"])
+def test_report_of_an_edited_file_is_one_line(command, target, asked, tmp_path, place):
+    out = tmp_path / "result.json"
+    command(*small(target, asked, out))
+    result = json.loads(out.read_text())
+    holder = {"rows": result, "seconds": result["rows"][3], "health": result, "prompts": result["config"]}[place]
+    holder[place] = None
+    out.write_text(json.dumps(result))
+    code, closing, _, err = command("report", out, "--out", tmp_path / "tables")
+    assert code == 2 and str(out) in closing["error"] and f"{place} is null; expected" in closing["error"]
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize("source", ["option", "standard input"])
@@ -118,7 +183,7 @@ def test_help_names_the_commands_that_exist_and_no_other(capsys):
     shown = capsys.readouterr().out
     listed = shown.split("positional arguments:")[1].splitlines()
     named = [line.split()[0] for line in listed if line.startswith("    ")]
-    assert named == ["generate", "ksweep", "cost", "report"]
+    assert named == ["generate", "ksweep", "ties", "cost", "report"]
 
 
 @pytest.fixture(scope="module")
