@@ -3,13 +3,16 @@
 A sample here is a list of n numbers, one a prompt. Everything is two-sided.
 """
 
+import functools
 import math
+from statistics import NormalDist
 
 CONFIDENCE = 0.95
 POWER = 0.80  # of the minimum detectable effect; the customary figure
 BISECTIONS = 80  # halvings of [0, 1000]: to the last bit of a double
 
 
+@functools.cache
 def t_quantile(probability, freedom):
     """Quantile of Student's t, by bisection on its distribution function; probability > .5, whole degrees of freedom.
 
@@ -82,7 +85,8 @@ def rate_interval(counts, confidence=CONFIDENCE):
     simple = rate * (1 - rate) / trials
     spread = sum((k - rate * n) ** 2 for k, n in counts) / trials**2 * clusters / max(clusters - 1, 1)
     size = trials / max(1.0, spread / simple if simple else 1.0)
-    z = t_quantile((1 + confidence) / 2, 10_000)  # Student's t is normal by then
+    tail = (1 + confidence) / 2
+    z = t_quantile(tail, clusters - 1) if clusters > 1 else NormalDist().inv_cdf(tail)
     centre = (rate + z**2 / (2 * size)) / (1 + z**2 / size)
     half = z / (1 + z**2 / size) * math.sqrt(rate * (1 - rate) / size + z**2 / (4 * size**2))
     return rate, max(0.0, centre - half), min(1.0, centre + half)
