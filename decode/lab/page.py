@@ -19,7 +19,6 @@ th, td { border-bottom: 1px solid var(--rule); padding: .25rem .6rem; text-align
 th:first-child, td:first-child { text-align: left; }
 ul { color: var(--soft); font-size: 13px; padding-left: 1.2rem; }
 figure { margin: 1.5rem 0; }
-figcaption { font-weight: 600; }
 img { height: auto; max-width: 46rem; width: 100%; }
 """
 
@@ -53,10 +52,10 @@ def table(parts):
 
 def figure(title, painter):
     """One plot, embedded once for each scheme; the browser shows the one that fits its page."""
-    light, dark = (embedded(plots.render(painter, scheme, "svg")) for scheme in ("light", "dark"))
+    light, dark = (embedded(plots.render(painter, scheme, "svg", title)) for scheme in ("light", "dark"))
     source = f'<source srcset="{dark}" media="(prefers-color-scheme: dark)">'
     image = f'<img src="{light}" alt="{html.escape(title)}">'
-    return f"<figure><figcaption>{html.escape(title)}</figcaption><picture>{source}{image}</picture></figure>"
+    return f"<figure><picture>{source}{image}</picture></figure>"
 
 
 def embedded(svg):

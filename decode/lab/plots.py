@@ -6,6 +6,7 @@ A painter takes matplotlib's axes and names both axes with their unit.
 
 import importlib.util
 import io
+import math
 
 from decode.lab import census, statistics
 from decode.lab.tables import label
@@ -16,6 +17,7 @@ SCHEMES = {
     "light": ("#ffffff", "#1f2328", "#d0d7de", ["#0b62c4", "#c2410c", "#15803d", "#7e22ce", "#a16207", "#be185d"]),
     "dark": ("#0d1117", "#e6edf3", "#3d444d", ["#6cb6ff", "#ffa657", "#7ee787", "#d2a8ff", "#e3b341", "#ff9bce"]),
 }  # page, ink, grid, and the series' colours, chosen to be read on that page
+CLOSE = 0.05  # of the axis: as wide as a tick's number, about
 MARKS = "osD^vP"
 STAGES = (*statistics.STAGES, "other")
 
@@ -34,7 +36,7 @@ def of(result, arms=None):
     return [plot for plot in found if plot]
 
 
-def render(painter, scheme, kind):
+def render(painter, scheme, kind, title):
     """One plot as bytes; kind: "png" or "svg"."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -49,7 +51,9 @@ def render(painter, scheme, kind):
     }  # fmt: skip
     with matplotlib.rc_context(settings):
         figure = Figure(figsize=SIZE, dpi=DPI, layout="constrained")
-        painter(figure.add_subplot())
+        axes = figure.add_subplot()
+        painter(axes)
+        axes.set_title(title, loc="left", fontsize=11, pad=10)
         stream = io.BytesIO()
         figure.savefig(stream, format=kind, metadata={"Date": None} if kind == "svg" else None)
     return stream.getvalue()
@@ -178,7 +182,7 @@ def width_plot(cost):
             axes.axhline(cost["floor_ms"], linestyle=":", color=axes.yaxis.label.get_color(), label="weights read once")
         axes.set_ylim(bottom=0)
         ticks(axes, [int(W) for W in cost["widths"]["foredraft"]])
-        axes.set_xlabel("rows W of a forward")
+        axes.set_xlabel("width W of a forward (rows)")
         axes.set_ylabel("time (ms; bars 5–95 %)")
         beside(axes)
 
@@ -227,8 +231,12 @@ def whiskers(axes, points, name, mark):
 
 
 def ticks(axes, values):
-    """Ticks at just these values of x, as plain numbers."""
-    axes.set_xticks(values, [f"{value:,}" for value in values])
+    """Ticks at just these values of x, as plain numbers; one that its neighbour's would touch has no number."""
+    place = math.log2 if axes.get_xscale() == "log" else float
+    gap, shown = (place(values[-1]) - place(values[0])) * CLOSE, []
+    for value in values:
+        shown += [value] if not shown or place(value) - place(shown[-1]) >= gap else []
+    axes.set_xticks(values, [f"{value:,}" if value in shown else "" for value in values])
     axes.set_xticks([], minor=True)
 
 

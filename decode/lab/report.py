@@ -29,9 +29,9 @@ def write(results, out):
         told[path] = text(result, arms), changed(result, arms)
         store(out / f"{name}.txt", told[path][0])
         store(out / f"{name}.md", markdown(result, arms))
-        for plot, _, painter in drawn:
-            store(out / f"{name}-{plot}.png", plots.render(painter, "light", "png"))
-            store(out / f"{name}-{plot}-dark.png", plots.render(painter, "dark", "png"))
+        for plot, title, painter in drawn:
+            store(out / f"{name}-{plot}.png", plots.render(painter, "light", "png", title))
+            store(out / f"{name}-{plot}-dark.png", plots.render(painter, "dark", "png", title))
         sections.append((name, heading(result), made(result), tables.of(result, arms), drawn))
     store(out / PAGE, page.whole(sections))
     return told
