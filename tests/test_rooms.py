@@ -18,8 +18,8 @@ ROOMS = {
         trial target shapes heads dflash gated_lora formats documents corpus prompts answers synthesis features
         checkpoint release objective trainer library ngram scratch appraisal pretrain variants""",
     "decode": "transaction verify proposers schedule cycle stream",
-    "decode.lab": """prompts sensors health intervals statistics ties census arms timing walk cost experiment record
-        criteria shown tables plots page report""",
+    "decode.lab": """prompts sensors health intervals statistics ties census arms timing walk cost experiment criteria
+        record shown tables plots page report""",
     "scripts": "edge traps tracking session train spec_decode synthesize make_variant manifest doctor",
 }
 RANKS = {

@@ -61,6 +61,8 @@ def fault(rule, arms):
     unknown, missing = sorted(map(str, set(rule) - KEYS)), {"name", "arm", "figure"} - set(rule)
     if unknown or missing:
         return f"has unknown {', '.join(unknown)}" if unknown else f"lacks {', '.join(sorted(missing))}"
+    if not isinstance(rule["name"], str):
+        return f"has the name {rule['name']!r}; expected text"
     if rule["arm"] not in arms:
         return f"names arm {rule['arm']}; this run has {', '.join(arms)}"
     if rule["figure"] not in FIGURES:

@@ -4,13 +4,29 @@ A result is data from elsewhere: it may have been cut short, edited by hand or w
 wrong with it is said in one line that names the file and the field, before anything is computed.
 """
 
+import dataclasses
 import gzip
 import json
 import math
 import pathlib
 
-from decode.lab import experiment, ties
+from decode.lab import census, criteria, experiment, ties
 from kernels.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Each:
+    """The shape of an object whose every value has one shape."""
+
+    shape: object
+
+
+@dataclasses.dataclass(frozen=True)
+class Maybe:
+    """The shape of what may be missing or null."""
+
+    shape: object
+
 
 WORDS = {
     str: "text",
@@ -33,17 +49,36 @@ ROW = {
     "disturbed": [str],
 }
 STAGE = {"arm": str, "prompt": str, "cycles": int, **dict.fromkeys(("seconds", "draft", "verify", "commit"), float)}
+DIVERGENCE = {
+    "arm": str,
+    "prompt": str,
+    "position": int,
+    "class": str,
+    "tokens": Maybe([int]),
+    "gap_ulps": Maybe({"narrow": float, "wide": float}),
+    "recorded_difference": Maybe(float),
+}
+COUNTED = {
+    "width": int,
+    "by_margin": [[int]],
+    "kinds": {"tie": int, "width_sensitive": int},
+    "largest_difference": float,
+}
 CONFIG = {"prompts": {"name": str, "total": int, "used": [str], "turns": str}, "repeats": int, "max_tokens": int}
 MEASURED = {
-    "arms": [{"name": str, "kind": str}],
+    "arms": [{"name": str, "kind": str, "block_size": Maybe(int)}],
+    "drafter": Maybe({"kind": Maybe(str)}),
     "rows": [ROW],
     "stages": [STAGE],
-    "divergences": [{"arm": str, "prompt": str, "class": str}],
+    "divergences": [DIVERGENCE],
     "config": CONFIG,
-    "health": {"flagged_rows": [int], "rule": str},
+    "health": {"flagged_rows": [int], "rule": str, "headline": Maybe(str)},
+    "criteria": Maybe({"sha256": str, "commit": Maybe(str), "rules": [dict]}),
+    "census": Maybe([COUNTED]),
 }
-COST = {"cost": {"context": int, "widths": dict}}  # what a cut run has first; `report` looks for the rest itself
-SHAPES = {"cost": COST}  # by command, each beside HEAD; every other command measures arms
+TIMED = {"ms": float, "host_ms": float, "pipelined_ms": float, "spread_ms": [float]}
+WIDTHS = ({"foredraft": {"1": TIMED}}, Each(Each(TIMED)))
+COST = {"cost": {"context": int, "widths": WIDTHS, "contexts": Maybe(Each(Each(TIMED)))}}  # for MEASURED
 HEAD = {"command": str, "config": dict, "target": {"source": str, "dtype": str}, "provenance": {"created": str}}
 DAMAGE = (ValueError, OSError, EOFError, RecursionError)  # what reading something else can raise
 SAME = ("command", "config", "target", "drafter", "criteria", "source code", "device")
@@ -61,8 +96,8 @@ def read(path):
     found = result.get("schema") if isinstance(result, dict) else None
     if found != experiment.SCHEMA:
         raise UserError(f"{path} has schema {found}; expected {experiment.SCHEMA}")
-    shape = HEAD | SHAPES.get(result.get("command"), MEASURED)
-    missing = [key for key in shape if key not in result]
+    shape = HEAD | (COST if result.get("command") == "cost" else MEASURED)
+    missing = [key for key, part in shape.items() if key not in result and not isinstance(part, Maybe)]
     if missing:
         raise UserError(f"{path} lacks {', '.join(missing)}; it is cut short or not a result file")
     wrong = fault(result, shape, "") or ("rows" in shape and inconsistency(result))
@@ -75,18 +110,27 @@ def fault(value, shape, where):
     """What is wrong with a value, in words that begin with where it stands; None where it has the shape.
 
     shape: a type (float takes every finite number), [shape] for a list of such, {key: shape} for an object with at
-    least these keys.
+    least these keys, Each for one with any keys, Maybe for what may be missing, or a tuple of
+    shapes that must all hold.
     """
-    kind = shape if isinstance(shape, type) else type(shape)
+    if isinstance(shape, tuple):
+        return next((words for words in (fault(value, one, where) for one in shape) if words), None)
+    if isinstance(shape, Maybe):
+        return fault(value, shape.shape, where) if value is not None else None
+    kind = shape if isinstance(shape, type) else dict if isinstance(shape, Each) else type(shape)
     if not fits(value, kind):
         return f"{where or 'it'} is {show(value)}; expected {WORDS[kind]}"
-    if isinstance(shape, dict):
-        parts = [(value.get(key), part, f"{where}.{key}".lstrip(".")) for key, part in shape.items()]
-    elif isinstance(shape, list):
-        parts = [(item, shape[0], f"{where}[{index}]") for index, item in enumerate(value)]
-    else:
-        parts = []
-    return next((words for words in (fault(*part) for part in parts) if words), None)
+    return next((words for words in (fault(*part) for part in inside(value, shape, where)) if words), None)
+
+
+def inside(value, shape, where):
+    """The (value, shape, where) of every part of a value that its shape speaks of."""
+    if isinstance(shape, list):
+        return [(item, shape[0], f"{where}[{index}]") for index, item in enumerate(value)]
+    if isinstance(shape, type):
+        return []
+    keys = dict.fromkeys(value, shape.shape) if isinstance(shape, Each) else shape
+    return [(value.get(key), part, f"{where}.{key}".lstrip(".")) for key, part in keys.items()]
 
 
 def fits(value, kind):
@@ -104,14 +148,45 @@ def show(value):
 
 def inconsistency(result):
     """What in a measured result contradicts itself, in words, or None."""
-    for index, row in enumerate(result["rows"]):
-        cycles = [row[f"{name}_per_cycle"] for name in ("proposed", "accepted", "committed")]
-        if len(set(map(len, cycles))) > 1:
-            return f"rows[{index}] counts {'/'.join(str(len(some)) for some in cycles)} cycles"
-        if row["seconds"] <= 0 and len(row["tokens"]) > 1:
-            return f"rows[{index}].seconds is {row['seconds']} for {len(row['tokens'])} tokens"
-    classes = [case["class"] for case in result["divergences"]]
-    return next((f"a divergence has class {show(one)}" for one in classes if one not in ties.CLASSES), None)
+    checks = [(row_fault, "rows"), (census_fault, "census"), (class_fault, "divergences")]
+    found = (check(*one) for check, name in checks for one in numbered(result.get(name) or [], name))
+    return next((words for words in found if words), None) or criteria_fault(result)
+
+
+def numbered(records, name):
+    """(where it stands, record) of a list's records."""
+    return [(f"{name}[{index}]", record) for index, record in enumerate(records)]
+
+
+def row_fault(where, row):
+    """What in a row contradicts itself."""
+    cycles = [row[f"{name}_per_cycle"] for name in ("proposed", "accepted", "committed")]
+    if len(set(map(len, cycles))) > 1:
+        return f"{where} counts {'/'.join(str(len(some)) for some in cycles)} cycles"
+    if row["seconds"] <= 0 and len(row["tokens"]) > 1:
+        return f"{where}.seconds is {row['seconds']} for {len(row['tokens'])} tokens"
+    return None
+
+
+def census_fault(where, row):
+    """What in a census row is no count."""
+    counts = row["by_margin"]
+    sound = [len(pair) == 2 and 0 <= pair[1] <= pair[0] for pair in counts]
+    if len(counts) == len(census.BOUNDS) and all(sound) and any(positions for positions, _ in counts):
+        return None
+    return f"{where}.by_margin is {show(counts)}; expected (positions, disagreements) of {len(census.BOUNDS)} margins"
+
+
+def class_fault(where, case):
+    """A divergence's class that is none."""
+    return None if case["class"] in ties.CLASSES else f"{where} has class {show(case['class'])}"
+
+
+def criteria_fault(result):
+    """What is wrong with the criteria that a result registered."""
+    names = [arm["name"] for arm in result["arms"]]
+    found = (criteria.fault(rule, names) for rule in (result.get("criteria") or {}).get("rules", []))
+    return next((f"a criterion {words}" for words in found if words), None)
 
 
 def find(paths):

@@ -83,9 +83,8 @@ def heading(result):
 
 def made(result):
     """By which code, on what, when."""
-    made = result["provenance"]
-    device = (
-        (made.get("device") or {}).get("device_name") or (made.get("device") or {}).get("device") or "unknown device"
-    )
+    made, device = result["provenance"], result["provenance"].get("device")
+    if isinstance(device, dict):
+        device = device.get("device_name") or device.get("device")
     dirty = " (dirty)" if made.get("dirty") else ""
-    return f"commit {made.get('commit')}{dirty}, {device}, {made['created']}"
+    return f"commit {made.get('commit')}{dirty}, {device or 'unknown device'}, {made['created']}"

@@ -258,7 +258,7 @@ def widths(cost):
 def contexts(cost):
     """Milliseconds against the rows that are held already."""
     rows = [
-        [length, W, *timed_cells(one), fixed(one["ms"] / found["1"]["ms"], 2)]
+        [length, W, *timed_cells(one), fixed(one["ms"] / found["1"]["ms"], 2) if "1" in found else "–"]
         for length, found in cost.get("contexts", {}).items()
         for W, one in found.items()
     ]

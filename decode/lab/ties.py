@@ -123,5 +123,5 @@ def difference(rows, recorded):
 
 def count(records):
     """{class: distinct positions}: repeats that diverge alike are one divergence, not several."""
-    distinct = {(record["prompt"], record["position"], *record.get("tokens", ())): record for record in records}
+    distinct = {(record["prompt"], record["position"], *(record.get("tokens") or ())): record for record in records}
     return {kind: sum(record["class"] == kind for record in distinct.values()) for kind in CLASSES}

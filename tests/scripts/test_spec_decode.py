@@ -162,6 +162,48 @@ def test_report_of_an_edited_file_is_one_line(command, target, asked, tmp_path, 
     assert "Traceback" not in err
 
 
+def test_ties_compares_guarded_arms_beside_the_others_and_takes_a_census(command, target, asked, tmp_path):
+    out = tmp_path / "ties.json"
+    argv = ["ties", *small(target, asked, out)[1:], "--tie-guard", "2.5", "--widths", "2,5"]
+    code, closing, shown, _ = command(*argv)
+    assert code == 0 and closing["defects"] == 0
+    assert set(closing["disagreement"]) == {"2", "5"} and "census" in shown or "rows W" in shown
+    result = json.loads(out.read_text())
+    assert [arm["name"] for arm in result["arms"]][3:] == [
+        *("ngram-2", "dflash-2", "dflash-3", "ngram-2-guard2.5", "dflash-2-guard2.5", "dflash-3-guard2.5")
+    ]
+    assert {row["width"] for row in result["census"]} == {2, 5}
+    code, _, again, _ = command("report", out, "--out", tmp_path / "tables")
+    assert code == 0 and "census of decisions" in again and "disagreements by margin" in again
+
+
+def test_ties_fails_where_a_divergence_is_a_defect(command, target, asked, tmp_path, monkeypatch):
+    def keep(self, rows, n):
+        self.cache.offset = self.start + min(n + 1, rows)
+
+    monkeypatch.setattr(transaction.Trimmed, "keep", keep)
+    code, closing, _, _ = command("ties", *small(target, asked, tmp_path / "ties.json")[1:])
+    assert code == 1 and closing["status"] == "failed" and closing["defects"] > 0
+
+
+def test_ksweep_under_a_guard_has_guarded_arms_only(command, target, asked, tmp_path):
+    out = tmp_path / "result.json"
+    code, closing, _, _ = command(*small(target, asked, out), "--tie-guard", 1)
+    assert code == 0 and closing["best"].endswith("-guard1")
+    names = [arm["name"] for arm in json.loads(out.read_text())["arms"]]
+    assert names[2:] == ["plain", "ngram-2-guard1", "dflash-2-guard1", "dflash-3-guard1"]
+
+
+def test_disturbed_rows_are_no_headline_unless_asked_for(command, target, asked, tmp_path, monkeypatch):
+    monkeypatch.setattr(health, "disturbance", lambda before, after: ["a busy loop"])
+    out = tmp_path / "result.json"
+    code, closing, shown, _ = command(*small(target, asked, out))
+    assert code == 0 and closing["best"] is None and closing["flagged_rows"] == 12
+    assert "12 of 12 rows were disturbed and are left out of every speed" in shown
+    code, closing, shown, _ = command(*small(target, asked, out), "--include-disturbed")
+    assert code == 0 and closing["speedup"] > 0 and "COUNTED in every speed" in shown
+
+
 @pytest.mark.parametrize("source", ["option", "standard input"])
 def test_generate_writes_text_and_a_closing_line(command, target, source):
     argv = ("generate", "--target", target, "--max-tokens", 7)
@@ -279,6 +321,17 @@ BAD = {
     "an empty prompt": ("generate --target {target}", ["empty", "--prompt"]),
     "two sources of prompts": ("generate --prompt a --prompts suite", ["--prompts", "not allowed with"]),
     "a limit on one prompt": ("generate --prompt a --limit 2", ["--limit", "--prompts"]),
+    "a guard that is no number": ("ksweep --tie-guard close", ["--tie-guard", "found 'close'", "ULPs"]),
+    "a negative guard": ("ties --tie-guard -1", ["--tie-guard", "at least 0"]),
+    "a guard without a drafter": ("generate --target {target} --prompt a --tie-guard 1", ["tie_guard", "drafter"]),
+    "criteria that are none": (
+        "ksweep --target {target} --prompts {tmp}/good.jsonl --block-sizes 2 --out {tmp}/r --criteria {tmp}/no.yaml",
+        ["--criteria", "no.yaml", "No such file"],
+    ),
+    "nothing to resume": (
+        "ksweep --target {target} --prompts {tmp}/good.jsonl --block-sizes 2 --out {tmp}/r.json --resume",
+        ["r.partial.json", "not found"],
+    ),
     "a block without a drafter": ("generate --target {target} --prompt a --block-size 4", ["block_size", "drafter"]),
     "report without a place": ("report {tmp}/good.jsonl", ["--out"]),
     "report of what is missing": ("report {tmp}/none.json --out {tmp}/tables", ["none.json", "not found"]),
