@@ -19,7 +19,7 @@ ROOMS = {
         checkpoint release objective trainer library ngram scratch appraisal pretrain variants""",
     "decode": "transaction verify proposers schedule cycle stream",
     "decode.lab": """prompts sensors health intervals statistics ties census arms timing walk cost experiment criteria
-        record shown tables plots page report""",
+        record shown tables plots figures page report""",
     "scripts": "edge traps tracking session train spec_decode synthesize make_variant manifest doctor",
 }
 RANKS = {

@@ -7,7 +7,7 @@ arithmetic, is noticed.
 import math
 import pathlib
 
-from decode.lab import experiment, page, plots, record, shown, tables
+from decode.lab import experiment, figures, page, plots, record, shown, tables
 from drafter import manifest
 
 TOLERANCE = 1e-9  # relative; the same sums in the same order, but JSON read back on another machine
@@ -25,7 +25,7 @@ def write(results, out):
     for path, result in results.items():
         name = record.stem(path)
         arms = experiment.summarise(result) if "rows" in result else None
-        drawn = plots.of(result, arms) if plots.available() else []
+        drawn = drawings(result, arms)
         told[path] = text(result, arms), changed(result, arms)
         store(out / f"{name}.txt", told[path][0])
         store(out / f"{name}.md", markdown(result, arms))
@@ -35,6 +35,13 @@ def write(results, out):
         sections.append((name, heading(result), made(result), tables.of(result, arms), drawn))
     store(out / PAGE, page.whole(sections))
     return told
+
+
+def drawings(result, arms):
+    """All plots of a result, where matplotlib is installed."""
+    if not plots.available():
+        return []
+    return plots.of(result, arms) + figures.of(result["command"], result.get("findings"))
 
 
 def store(path, content):

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from decode.lab import figures as findings_figures
 from decode.lab import page, plots, report, tables
 
 figure = pytest.importorskip("matplotlib.figure")
@@ -61,13 +62,64 @@ def axes_of(painter):
     return axes
 
 
+def estimate(value, half=0.05):
+    """A figure with its interval."""
+    return {"value": value, "low": half and value - half, "high": half and value + half, "prompts": 20}
+
+
+def at(length, tau):
+    """The figures of one arm at one context length."""
+    ms = {"draft": 2.0, "verify": 4.0 + length / 1000, "commit": 0.4, "other": 0.1, "cycle": 6.5}
+    return {
+        "arm": "dflash-8", "length": length, "plain_ms": 3.0, "ms": ms, "tau": {"pooled": tau}, "predicted": tau / 2.2,
+        "speedup": figures("dflash-8", 8, tau / 2.1, [])["speedup"],
+    }  # fmt: skip
+
+
+BIN = {"low": 0.0, "high": 0.1, "count": 40, "said": 0.06, "accepted": 0.1, "calibrated": 0.09}
+FOUND = {
+    "confidence": {
+        "calibration": {
+            "confidence": {
+                "ece": 0.08,
+                "ece_calibrated": 0.02,
+                "bins": [BIN, BIN | {"count": 400, "said": 0.95, "accepted": 0.8, "calibrated": 0.82}],
+            }
+        }
+    },
+    "transfer": {
+        "arm": "dflash-8",
+        "targets": [
+            {"part": "stock"},
+            *(
+                {"part": f"a-variant-with-a-long-name-{k}", "verdict": "adapt", "accepted_kept": estimate(0.9 - k / 10),
+                 "speedup_kept": estimate(0.95 - k / 10, None)}
+                for k in range(5)
+            ),
+        ],
+    },
+    "decompose": {
+        "weights": ["smollm2", "smollm2-4bit"],
+        "effects": {name: estimate(k / 10) for k, name in enumerate(("interaction", "drafting", "weights", "both"))},
+    },
+    "context": {"trained_length": 1024, "lengths": [at(T, 4 - T / 4000) for T in (512, 2048, 4096, 7680)]},
+}  # fmt: skip
+
+
 def every():
     """(name, painter) of every kind of plot."""
-    return [(name, painter) for result in (MEASURED, COST) for name, _, painter in plots.of(result, ARMS)]
+    drawn = [plot for result in (MEASURED, COST) for plot in plots.of(result, ARMS)]
+    drawn += [plot for command, found in FOUND.items() for plot in findings_figures.of(command, found)]
+    return [(name, painter) for name, _, painter in drawn]
 
 
 def test_a_result_gives_the_plots_that_it_has_data_for():
-    assert [name for name, _ in every()] == ["speed", "survival", "stages", "pace", "census", "width", "context"]
+    assert [name for name, _ in every()] == [
+        *("speed", "survival", "stages", "pace", "census", "width", "context"),
+        *("calibration-confidence", "transfer", "decomposition"),
+        *("context-cost-dflash-8", "context-tau", "context-speed"),
+    ]
+    assert findings_figures.of("ksweep", {"x": 1}) == findings_figures.of("transfer", None) == []
     bare = {"command": "ksweep", "rows": []}
     assert plots.of(bare, [figures("mlx_lm", None, 1.0, [], ms=None)]) == []
 
