@@ -18,7 +18,7 @@ from mlx_lm.models.cache import KVCache
 
 from decode.proposers import Proposal
 from decode.transaction import Transaction
-from decode.verify import accept, as_array
+from decode.verify import accept, as_array, certain
 from kernels.errors import UserError
 
 CLEAR_EVERY = 256  # tokens between returns of MLX's spare buffers to the system; mlx-lm's figure
@@ -32,6 +32,7 @@ class Cycle:
     proposed    K, proposals offered
     accepted    proposals among the committed tokens
     committed   tokens emitted: accepted + 1, or fewer where the text ended inside the block
+    redecided   tokens decided anew by a width-1 forward, because the block left them in doubt (0 or 1)
     margins     top-1 minus top-2 logit of each committed token, in logits; empty in a plain loop
     seconds     {draft, verify, commit} of an instrumented pass, else None
     confidence  what a schedule that cuts by it read of each proposal offered; else empty
@@ -43,6 +44,7 @@ class Cycle:
     committed: int
     margins: tuple = ()
     seconds: dict | None = None
+    redecided: int = 0
     confidence: tuple = ()
 
     def cut(self, n):
@@ -115,13 +117,17 @@ class Loop:
     quantization       a Quantization or None
     progress           called with (prompt tokens done, prompt tokens in all)
     clock              seconds as a function; makes an instrumented pass that waits after each stage
+    tie_guard          ULPs or None: a token whose top two logits lie within so many of each other is not taken from a
+                       block but decided by a forward of one row, as the plain loop decides
     """
 
     def __init__(self, target, cache, proposer=None, schedule=None, *, max_tokens, eos_ids=frozenset(),
-                 prefill_step_size=2048, quantization=None, progress=None, clock=None):  # fmt: skip
+                 prefill_step_size=2048, quantization=None, progress=None, clock=None, tie_guard=None):  # fmt: skip
         self.target, self.cache, self.proposer, self.schedule = target, cache, proposer, schedule
         self.remaining, self.eos_ids, self.clock = max_tokens, eos_ids, clock
         self.prefill_step_size, self.quantization = prefill_step_size, quantization
+        self.tie_guard, self.redecided = tie_guard, 0  # tokens of the running cycle that one row decided anew
+        self.in_doubt = False  # whether one row has to decide the next token
         self.progress = progress or (lambda done, total: None)
         self.transaction = Transaction(cache, lambda tokens: target.forward(tokens[None], cache))
         self.taps = proposer.taps if proposer else ()
@@ -175,14 +181,14 @@ class Loop:
         laps.end("draft", tokens)
         self.transaction.begin(len(tokens), tokens)
         try:
-            logits, taps, verdict = self._verify(tokens)
+            logits, taps, verdict = self._guarded(tokens, *self._verify(tokens))
             laps.end("verify")
             kept = self._keep(verdict.tokens)
             self.transaction.commit(len(kept))
             self._observe([self.tokens[-1], *kept[:-1]], [tap[:, : len(kept)] for tap in taps])
             laps.end("commit", *(self._states() if self.clock else ()))
             whole = Cycle(size, len(tokens) - 1, verdict.accepted, len(verdict.tokens), verdict.margins, laps.seconds)
-            cycle = dataclasses.replace(whole.cut(len(kept)), confidence=self.schedule.read)
+            cycle = dataclasses.replace(whole.cut(len(kept)), redecided=self.redecided, confidence=self.schedule.read)
             self.schedule.observe(cycle)
         except BaseException:  # an interrupt too: the caches must not keep rows whose tokens nobody gets
             self._take_back()
@@ -195,6 +201,25 @@ class Loop:
         logits = self.target.score(mx.squeeze(forward.hidden, 0))
         return logits, forward.taps, accept(logits, tokens[1:])
 
+    def _guarded(self, tokens, logits, taps, verdict):
+        """The block's verify as the tie guard leaves it: (logits, taps, Verdict), as they came where there is none.
+
+        The verdict ends before the first token in doubt, which the next cycle decides by one row; where that is the
+        block's first, the block is taken back and that row is fed here.
+        """
+        self.redecided, self.in_doubt = int(self.in_doubt), False
+        if self.tie_guard is None or len(tokens) == 1:
+            return logits, taps, verdict
+        count = len(verdict.tokens)
+        sure = certain(logits[:count], verdict.margins, self.tie_guard)
+        self.in_doubt = 0 < sure < count
+        if sure:
+            return logits, taps, verdict.cut(sure)
+        self.redecided = 1
+        self.transaction.abort()
+        self.transaction.begin(1, tokens[:1])
+        return self._verify(tokens[:1])
+
     def _take_back(self):
         """Leave the caches as they were before the running block, however far it got."""
         if self.transaction.open:
@@ -205,7 +230,7 @@ class Loop:
     def _block_size(self):
         """The schedule's B, cut where the caches are about to be quantised."""
         self._quantize()
-        size = self.schedule.block_size(self.remaining)
+        size = 1 if self.in_doubt else self.schedule.block_size(self.remaining)
         limit = self.quantization and self.quantization.rows_left(self.cache)
         return min(size, limit) if limit else size
 

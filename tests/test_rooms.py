@@ -19,9 +19,10 @@ ROOMS = {
         answers sanity questions conversations journal synthesis features checkpoint release turns objective trainer
         library ngram scratch appraisal pretrain variants""",
     "decode": "transaction verify proposers schedule cycle stream",
-    "decode.lab": """prompts health statistics shown ties arms timing walk cost experiment agreement transfer
-        lengths controls factors calibration policies staging forecast report""",
-    "scripts": """edge traps tracking session pretraining train opening evaluate spec_decode synthesize
+    "decode.lab": """prompts sensors health intervals statistics shown ties census arms timing walk cost experiment
+        agreement transfer lengths controls factors calibration policies staging forecast criteria record tables plots
+        figures page report""",
+    "scripts": """edge traps tracking session pretraining train opening measuring evaluate spec_decode synthesize
         make_variant manifest doctor""",
 }
 RANKS = {

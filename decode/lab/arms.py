@@ -1,9 +1,11 @@
 """What is compared: one way of decoding each, all asked the same question and stopped by the same rule.
 
-    mlx_lm     mlx_lm.stream_generate, the baseline
+    mlx_lm     mlx_lm.stream_generate, the baseline, always the first of a round
+    X-twin     arm X again, elsewhere in the round: its ratio to X is the noise floor
     plain      this project's loop without a proposer
     ngram-N    the control that needs no model: prompt lookup of n-grams up to N
     dflash-B   the drafter at block size B
+    X-guardG   arm X under a tie guard of G ULPs
 
 T prompt tokens, K proposals, V vocabulary.
 """
@@ -40,7 +42,8 @@ class Arm:
     """One way of decoding; kind is mlx_lm, plain, ngram or dflash, and block_size is None for the first two.
 
     part: which part of an evaluation it belongs to, where arms of several targets are compared side by side. policy:
-    makes a fresh schedule for each text, in place of the fixed block size, which is then the largest.
+    makes a fresh schedule for each text, in place of the fixed block size, which is then the largest. tie_guard: ULPs
+    within which a block's token is decided by one row instead, or None.
     """
 
     name: str
@@ -50,6 +53,11 @@ class Arm:
     proposer: Proposer | None = None
     part: str | None = None
     policy: Callable | None = None
+    tie_guard: float | None = None
+
+    def guarded(self, ulps):
+        """The same arm under a tie guard."""
+        return dataclasses.replace(self, name=f"{self.name}-guard{ulps:g}", tie_guard=ulps)
 
     def run(self, tokens, max_tokens, clock=None):
         """Decode a prompt (T ids) as a caller would, timed where each emitted token reaches the caller. Returns Run.
@@ -63,7 +71,7 @@ class Arm:
         cycles = []
         responses = stream.stream_generate(
             self.target, tokenizer, list(tokens), self.proposer,
-            max_tokens=max_tokens, on_cycle=cycles.append, clock=clock, **self.sizing(),
+            max_tokens=max_tokens, on_cycle=cycles.append, clock=clock, tie_guard=self.tie_guard, **self.sizing(),
         )  # fmt: skip
         return clocked(responses, cycles)
 
@@ -73,13 +81,14 @@ class Arm:
 
     def replay(self, tokens, max_tokens):
         """Run a drafting arm again, keeping what an audit needs: (emitted ids, one `ties.Verify` per cycle)."""
-        noting, ends = Noting(self.proposer), self.target.eos_ids
-        schedule = self.sizing().get("schedule") or Fixed(self.block_size)
-        steps = cycle.decode(self.target, list(tokens), noting, schedule, max_tokens=max_tokens, eos_ids=ends)
+        noting, schedule = Noting(self.proposer), self.sizing().get("schedule") or Fixed(self.block_size)
+        options = {"max_tokens": max_tokens, "eos_ids": self.target.eos_ids, "tie_guard": self.tie_guard}
+        steps = cycle.decode(self.target, list(tokens), noting, schedule, **options)
         emitted, verifies = [], []
         for step in steps:
             if step.cycle:
-                rows = (emitted[-1], *noting.proposed[: step.cycle.proposed])
+                proposed = () if step.cycle.redecided else noting.proposed[: step.cycle.proposed]
+                rows = (emitted[-1], *proposed)
                 mx.eval(step.logits)
                 verifies.append(Verify(len(emitted), rows, step.logits))
             noting.proposed = ()
@@ -123,6 +132,15 @@ def clocked(responses, cycles):
     return Run(tuple(tokens), tuple(cycles), moments[-1] - moments[1], moments[1] - moments[0], finish)
 
 
+def references(target):
+    """What every comparison begins with: the baseline, its identical twin, which is the noise floor, and plain."""
+    return [
+        Arm("mlx_lm", "mlx_lm", None, target),
+        Arm("mlx_lm-twin", "mlx_lm", None, target),
+        Arm("plain", "plain", None, target),
+    ]
+
+
 def ksweep(target, drafter, block_sizes, ngrams, ngram_block_size):
     """The arms of a sweep over block sizes, baseline first. Raises UserError for a block size the drafter cannot draft.
 
@@ -132,8 +150,7 @@ def ksweep(target, drafter, block_sizes, ngrams, ngram_block_size):
     for size in block_sizes:
         Fixed(size, most=trained)
     return [
-        Arm("mlx_lm", "mlx_lm", None, target),
-        Arm("plain", "plain", None, target),
+        *references(target),
         *(Arm(f"ngram-{n}", "ngram", ngram_block_size, target, PromptLookup(n)) for n in ngrams),
         *(Arm(f"dflash-{B}", "dflash", B, target, DFlashProposer(target, drafter, B)) for B in block_sizes),
     ]
@@ -150,6 +167,12 @@ def carried(target, drafter, path):
 def within(part, compared):
     """The arms as arms of one part of an evaluation."""
     return [dataclasses.replace(arm, part=part) for arm in compared]
+
+
+def guarded(compared, ulps, beside):
+    """The arms with every speculative one under a tie guard, instead of the unguarded one or beside it."""
+    under = [arm.guarded(ulps) for arm in compared if arm.block_size]
+    return [arm for arm in compared if beside or not arm.block_size] + under
 
 
 def open_drafter(target, path, *, allow_mismatch):

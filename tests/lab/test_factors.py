@@ -23,7 +23,7 @@ def result(cells, prompts=2, other_text=range(11)):
             arms.append({"part": part, "name": name, "kind": kind, "block_size": 4 if kind == "dflash" else None})
             text = list(range(11) if part == "bf16" else other_text)
             rows += [row(part, name, str(i), seconds * (1 + i), text) for i in range(prompts)]
-    return {"command": "decompose", "arms": arms, "rows": rows, "stages": [], "divergences": []}
+    return {"command": "decompose", "arms": arms, "rows": rows, "stages": [], "divergences": [], "health": {}}
 
 
 @pytest.mark.parametrize(
