@@ -6,7 +6,7 @@ axes, as in `plots`, and names both with their unit.
 
 import math
 
-from decode.lab.plots import MARKS, STAGES, beside, ends, ticks, whiskers
+from decode.lab.plots import MARKS, STAGES, below, beside, ends, ticks, whiskers
 
 
 def of(command, found):
@@ -65,7 +65,7 @@ def transfer(found):
         axes.grid(False, axis="y")
         axes.set_xlabel("kept of the stock target's (ratio; bars 95 % over prompts)")
         axes.set_ylabel("variant (verdict)")
-        beside(axes)
+        below(axes)
 
     return [("transfer", f"One drafter on several targets ({found['arm']})", paint)]
 
@@ -75,8 +75,7 @@ def decomposition(found):
     effects = list(found["effects"].items())
 
     def paint(axes):
-        powers = [(place, {k: one[k] and math.exp(one[k]) for k in ("value", "low", "high")}) for place, (_, one) in
-                  enumerate(effects)]  # fmt: skip
+        powers = [(place, times(one)) for place, (_, one) in enumerate(effects)]
         sideways(axes, powers, "effect", "o")
         axes.axvline(1.0, color=axes.yaxis.label.get_color(), linewidth=1, label="none")
         axes.set_yticks(range(len(effects)), [name for name, _ in effects])
@@ -84,9 +83,14 @@ def decomposition(found):
         axes.grid(False, axis="y")
         axes.set_xlabel("speed (×; drafting · weights · interaction = both)")
         axes.set_ylabel("factor (effect)")
-        beside(axes)
+        below(axes)
 
     return [("decomposition", f"Weights {' → '.join(found['weights'])}, drafting off → on", paint)]
+
+
+def times(effect):
+    """An effect's logarithms as factors."""
+    return {key: None if effect[key] is None else math.exp(effect[key]) for key in ("value", "low", "high")}
 
 
 def context(found):

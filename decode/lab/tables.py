@@ -230,11 +230,10 @@ def disagreement(result):
 def by_margin(result):
     """The census by the margin of the one-row decision."""
     found = census.summarise(result.get("census") or [])
-    ends = [f"≤ {bound:g}" for bound in census.BOUNDS[:-1]] + [f"> {census.BOUNDS[-2]:g}"]
     rows = [
         [str(W), *(f"{differing}/{positions}" for positions, differing in one["by_margin"])] for W, one in found.items()
     ]
-    return "disagreements by margin", ["rows W, margin in ULPs", *ends], rows, []
+    return "disagreements by margin", ["rows W, margin in ULPs", *census.names()], rows, []
 
 
 def widths(cost):
