@@ -113,9 +113,10 @@ def drift(rows):
     return {"ratio": per_token(halves[1]) / per_token(halves[0]), "low": None, "high": None, "paired": False}
 
 
-def twin_floor(arms, baseline="mlx_lm"):
-    """The speedup of the baseline's twin over the baseline, from a result's arms: what nothing at all can look like."""
-    return next((arm["speedup"] for arm in arms if arm["name"] == baseline + TWIN), None)
+def twin_floor(arms, part=None, baseline="mlx_lm"):
+    """The speedup of the baseline's twin over the baseline, in one part of a result: what nothing at all looks like."""
+    twins = (arm["speedup"] for arm in arms if arm["name"] == baseline + TWIN and arm.get("part") == part)
+    return next(twins, None)
 
 
 def beyond(speedup, floor):

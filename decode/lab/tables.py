@@ -102,8 +102,8 @@ def notes(result, arms):
 
 def certainty(result, arms):
     """How sure the speedups are: beside the twin, for all arms at once, by the other mean, and with every row."""
-    floor = statistics.twin_floor(arms)
-    rows = [sure_cells(arm, floor) for arm in arms if arm["name"] != "mlx_lm" and arm["speedup_every_row"]]
+    floor = lambda arm: statistics.twin_floor(arms, arm.get("part"))
+    rows = [sure_cells(arm, floor(arm)) for arm in arms if arm["name"] != "mlx_lm" and arm["speedup_every_row"]]
     many = next((arm["speedup_every_row"]["compared"] for arm in arms if arm["speedup_every_row"]), 0)
     said = [
         "twin floor: mlx_lm run again elsewhere in each round, over mlx_lm; an effect inside it is noise",
