@@ -47,6 +47,7 @@ ROW = {
     "committed_per_cycle": [int],
     "loop_fraction": float,
     "disturbed": [str],
+    "redecided": Maybe(int),
 }
 STAGE = {"arm": str, "prompt": str, "cycles": int, **dict.fromkeys(("seconds", "draft", "verify", "commit"), float)}
 DIVERGENCE = {

@@ -21,6 +21,9 @@ STATE_HEADER = ("state", "before", "after")
 TIES_HEADER = (
     "arm", "prompt", "position", "class", "plain → arm", "narrow ULPs", "wide ULPs", "width", "wide − recorded",
 )  # fmt: skip
+GUARD_HEADER = (
+    "arm", "guard, ULPs", "identical without", "with", "tokens decided anew", "speed over unguarded", "[95 %]",
+)  # fmt: skip
 CENSUS_HEADER = ("rows W", "positions", "texts", "disagree", "rate", "[95 %]", "tie", "width", "largest difference")
 COST_HEADER = ("rows W", "ms", "spread", "host ms", "pipelined ms", "over W=1", "mlx_lm ms", "over W=1")
 CONTEXT_HEADER = ("context", "rows W", "ms", "spread", "over W=1")
@@ -31,7 +34,8 @@ def of(result, arms=None):
     if result["command"] == "cost":
         return with_rows([widths(result["cost"]), contexts(result["cost"])])
     found = [speed(result, arms), certainty(result, arms), survival(arms), rules(result, arms), health(result)]
-    return with_rows([*found, divergences(result), disagreement(result), by_margin(result)])
+    found += [divergences(result), guards(result, arms), disagreement(result), by_margin(result)]
+    return with_rows(found)
 
 
 def with_rows(tables):
@@ -212,6 +216,21 @@ def divergence_cells(case):
         str(case.get("verify_width") or "–"),
         "–" if case.get("recorded_difference") is None else f"{case['recorded_difference']:.2g}",
     ]
+
+
+def guards(result, arms):
+    """What the tie guard costs and buys."""
+    rows = [
+        [
+            one["arm"],
+            one["guard"],
+            *(f"{count}/{one['prompts']}" for count in one["identical"]),
+            percent(one["redecided"]),
+            *ratio(one["speed"]),
+        ]
+        for one in statistics.guards(result["rows"], arms, experiment.headline(result))
+    ]
+    return "tie guard: what it costs and buys", GUARD_HEADER, rows, ["identical: prompts whose text is plain's own."]
 
 
 def disagreement(result):
