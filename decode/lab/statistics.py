@@ -130,7 +130,7 @@ def guards(rows, arms, headline=EVERY):
     found = []
     for name in figures:
         arm, guard = name.rpartition(GUARD)[::2]
-        if arm not in figures or name not in by_arm:
+        if arm not in figures or not {arm, name} <= by_arm.keys():
             continue
         bare, guarded = paired(*(counted(by_arm[one], headline) for one in (arm, name)))
         tokens = sum(len(row["tokens"]) - 1 for row in by_arm[name])
