@@ -133,12 +133,12 @@ def guards(rows, arms, headline=EVERY):
         if arm not in figures or not {arm, name} <= by_arm.keys():
             continue
         bare, guarded = paired(*(counted(by_arm[one], headline) for one in (arm, name)))
-        tokens = sum(len(row["tokens"]) - 1 for row in by_arm[name])
+        tokens = sum(max(len(row["tokens"]) - 1, 0) for row in by_arm[name])
         found.append({
             "arm": arm,
             "guard": guard,
             "speed": speedup(timings(bare), timings(guarded)),
-            "redecided": sum(row.get("redecided", 0) for row in by_arm[name]) / tokens if tokens else None,
+            "redecided": sum(row.get("redecided") or 0 for row in by_arm[name]) / tokens if tokens else None,
             "identical": (figures[arm]["identical"], figures[name]["identical"]),
             "prompts": figures[name]["prompts"],
         })  # fmt: skip
