@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx_lm
 
 from decode import cycle, stream
+from decode.lab.statistics import GUARD
 from decode.lab.ties import Verify
 from decode.proposers import DFlashProposer, PromptLookup, Proposer
 from decode.schedule import Fixed
@@ -57,7 +58,7 @@ class Arm:
 
     def guarded(self, ulps):
         """The same arm under a tie guard."""
-        return dataclasses.replace(self, name=f"{self.name}-guard{ulps:g}", tie_guard=ulps)
+        return dataclasses.replace(self, name=f"{self.name}{GUARD}{ulps:g}", tie_guard=ulps)
 
     def run(self, tokens, max_tokens, clock=None):
         """Decode a prompt (T ids) as a caller would, timed where each emitted token reaches the caller. Returns Run.

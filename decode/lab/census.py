@@ -61,6 +61,11 @@ def margin_class(gap):
     return next(index for index, bound in enumerate(BOUNDS) if gap <= bound)
 
 
+def names():
+    """What the classes of margins are called: "0", "≤ 1", … "> 16"."""
+    return ["0", *(f"≤ {bound:g}" for bound in BOUNDS[1:-1]), f"> {BOUNDS[-2]:g}"]
+
+
 def summarise(rows):
     """{width: {positions, disagree, rate, low, high, by_margin, kinds, largest_difference}} over the census rows.
 

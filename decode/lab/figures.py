@@ -6,7 +6,7 @@ axes, as in `plots`, and names both with their unit.
 
 import math
 
-from decode.lab.plots import MARKS, STAGES, beside, ends, ticks, whiskers
+from decode.lab.plots import MARKS, STAGES, below, beside, ends, ticks, whiskers
 
 
 def of(command, found):
@@ -57,7 +57,8 @@ def transfer(found):
         series = (("accepted_kept", "accepted tokens a cycle", -0.12), ("speedup_kept", "speedup", 0.12))
         for index, (key, said, shift) in enumerate(series):
             points = [(place + shift, one[key]) for place, one in enumerate(variants) if one.get(key)]
-            sideways(axes, points, said, MARKS[index])
+            if points:
+                sideways(axes, points, said, MARKS[index])
         axes.axvline(1.0, color=axes.yaxis.label.get_color(), linewidth=1, label="the stock target")
         names = [f"{one['part']} ({one['verdict'] or 'no verdict'})" for one in variants]
         axes.set_yticks(range(len(variants)), names)
@@ -65,7 +66,7 @@ def transfer(found):
         axes.grid(False, axis="y")
         axes.set_xlabel("kept of the stock target's (ratio; bars 95 % over prompts)")
         axes.set_ylabel("variant (verdict)")
-        beside(axes)
+        below(axes)
 
     return [("transfer", f"One drafter on several targets ({found['arm']})", paint)]
 
@@ -77,8 +78,7 @@ def decomposition(found):
         return []
 
     def paint(axes):
-        powers = [(place, {k: one[k] and math.exp(one[k]) for k in ("value", "low", "high")}) for place, (_, one) in
-                  enumerate(effects)]  # fmt: skip
+        powers = [(place, times(one)) for place, (_, one) in enumerate(effects)]
         sideways(axes, powers, "effect", "o")
         axes.axvline(1.0, color=axes.yaxis.label.get_color(), linewidth=1, label="none")
         axes.set_yticks(range(len(effects)), [name for name, _ in effects])
@@ -86,9 +86,14 @@ def decomposition(found):
         axes.grid(False, axis="y")
         axes.set_xlabel("speed (×; drafting · weights · interaction = both)")
         axes.set_ylabel("factor (effect)")
-        beside(axes)
+        below(axes)
 
     return [("decomposition", f"Weights {' → '.join(found['weights'])}, drafting off → on", paint)]
+
+
+def times(effect):
+    """An effect's logarithms as factors."""
+    return {key: None if effect[key] is None else math.exp(effect[key]) for key in ("value", "low", "high")}
 
 
 def context(found):

@@ -143,6 +143,7 @@ def pace_plot(result):
             chosen = [index for index, row in enumerate(rows) if bool(row["disturbed"]) == flagged]
             axes.plot([i + 1 for i in chosen], [pace[i] for i in chosen], mark, label=said, markersize=5)
         axes.axhline(1.0, color=axes.yaxis.label.get_color(), linewidth=1)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_xlabel("plain runs, in the order run")
         axes.set_ylabel("seconds per token ÷ the prompt's mean")
         beside(axes)
@@ -155,7 +156,7 @@ def census_plot(result):
     found = census.summarise(result.get("census") or [])
     if not found:
         return None
-    names = [f"≤ {bound:g}" for bound in census.BOUNDS[:-1]] + [f"> {census.BOUNDS[-2]:g}"]
+    names = census.names()
 
     def paint(axes):
         for index, (W, one) in enumerate(found.items()):
@@ -243,3 +244,8 @@ def ticks(axes, values):
 def beside(axes):
     """The legend, outside the axes so that it covers no point."""
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0, frameon=False)
+
+
+def below(axes):
+    """The legend under the axes, for plots whose names need the width."""
+    axes.figure.legend(loc="outside lower center", frameon=False, ncols=3)

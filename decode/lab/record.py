@@ -47,6 +47,7 @@ ROW = {
     "committed_per_cycle": [int],
     "loop_fraction": float,
     "disturbed": [str],
+    "redecided": Maybe(int),
     "part": Maybe(str),
     "confidence_per_cycle": Maybe([[float]]),
 }

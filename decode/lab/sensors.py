@@ -17,10 +17,8 @@ PROC = pathlib.Path("/proc")
 CPU = pathlib.Path("/sys/devices/system/cpu")
 THERMAL = pathlib.Path("/sys/class/thermal")
 
-GPU_FIELDS = (
-    "name,clocks.sm,clocks.max.sm,temperature.gpu,utilization.gpu,power.draw,memory.used,memory.total,"
-    "clocks_throttle_reasons.active"
-)
+GPU_FIELDS = "name,clocks.sm,clocks.max.sm,temperature.gpu,utilization.gpu,power.draw,memory.used,memory.total"
+GPU_REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # what newer and older drivers call it
 # Bits of NVML's nvmlClocksThrottleReasons that mean "slower than asked for to protect the chip" (cited: NVML's header).
 # Its idle, application-clock and power-cap bits are a card's ordinary life and stand for no disturbance.
 GPU_SLOWDOWNS = {0x08: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown",
@@ -130,13 +128,15 @@ def zone_state(zone):
 
 def gpus():
     """One dict per NVIDIA GPU."""
-    return parse_gpus(ask("nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader,nounits"))
+    asked = (f"--query-gpu={GPU_FIELDS},{reasons}" for reasons in GPU_REASONS)
+    answers = (ask("nvidia-smi", query, "--format=csv,noheader,nounits") for query in asked)
+    return parse_gpus(next(filter(None, answers), None))  # a field that a driver does not know fails the whole query
 
 
 def slowdowns(gpu):
     """Why a GPU runs slower than asked for, in words: [] where it does not or does not say."""
     try:
-        bits = int(str(gpu.get("clocks_throttle_reasons.active")), 16)
+        bits = int(str(gpu.get("throttle_reasons")), 16)
     except ValueError:
         return []
     return [words for bit, words in GPU_SLOWDOWNS.items() if bits & bit]
@@ -215,7 +215,7 @@ def parse_gpus(text):
     """One dict per GPU, from nvidia-smi's csv; numbers in MHz, °C, %, W and MiB, throttle reasons as NVML's bits."""
     if not text:
         return None
-    names = GPU_FIELDS.split(",")
+    names = [*GPU_FIELDS.split(","), "throttle_reasons"]
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
     return [{name: as_number(cell) for name, cell in zip(names, row, strict=False)} for row in rows]
 

@@ -15,6 +15,7 @@ from decode.lab import intervals
 LOOP_NGRAM = 8  # tokens; cited: the length at which a prior lab on gated LoRA drafting called a continuation looping
 LOOP_SHARE = 0.05  # of 8-gram starts; cited: same
 STAGES = ("draft", "verify", "commit")
+GUARD = "-guard"  # and ULPs end the name of an arm under a tie guard
 TWIN = "-twin"  # ends the name of an arm that repeats another: their ratio is the noise floor
 QUIET, EVERY = "undisturbed rows", "every row"  # what headlines are computed from
 FEWEST_PROMPTS = 10  # assumed: below it a t interval's tails rest on too few prompts, so only the range is given
@@ -136,9 +137,34 @@ def drift(rows):
     return {"ratio": per_token(halves[1]) / per_token(halves[0]), "low": None, "high": None, "paired": False}
 
 
-def twin_floor(arms, baseline="mlx_lm"):
-    """The speedup of the baseline's twin over the baseline, from a result's arms: what nothing at all can look like."""
-    return next((arm["speedup"] for arm in arms if arm["name"] == baseline + TWIN), None)
+def twin_floor(arms, part=None, baseline="mlx_lm"):
+    """The speedup of the baseline's twin over the baseline, in one part of a result: what nothing at all looks like."""
+    twins = (arm["speedup"] for arm in arms if arm["name"] == baseline + TWIN and arm.get("part") == part)
+    return next(twins, None)
+
+
+def guards(rows, arms, headline=EVERY):
+    """What a tie guard costs and buys, for every guarded arm whose unguarded one was measured beside it.
+
+    Returns [{arm, guard, speed: `speedup` of the guarded over the unguarded arm (below 1 is a cost), redecided: share
+    of tokens that one row decided, identical: (unguarded, guarded), prompts}].
+    """
+    by_arm, figures = group(rows, "arm"), {arm["name"]: arm for arm in arms}
+    found = []
+    for name in figures:
+        arm, guard = name.rpartition(GUARD)[::2]
+        if arm not in figures or not {arm, name} <= by_arm.keys():
+            continue
+        tokens = sum(max(len(row["tokens"]) - 1, 0) for row in by_arm[name])
+        found.append({
+            "arm": arm,
+            "guard": guard,
+            "speed": compare(*(counted(by_arm[one], headline) for one in (arm, name))),
+            "redecided": sum(row.get("redecided") or 0 for row in by_arm[name]) / tokens if tokens else None,
+            "identical": (figures[arm]["identical"], figures[name]["identical"]),
+            "prompts": figures[name]["prompts"],
+        })  # fmt: skip
+    return found
 
 
 def compare(baseline, rows):

@@ -22,6 +22,9 @@ STATE_HEADER = ("state", "before", "after")
 TIES_HEADER = (
     "arm", "prompt", "position", "class", "plain → arm", "narrow ULPs", "wide ULPs", "width", "wide − recorded",
 )  # fmt: skip
+GUARD_HEADER = (
+    "arm", "guard, ULPs", "identical without", "with", "tokens decided anew", "speed over unguarded", "[95 %]",
+)  # fmt: skip
 CENSUS_HEADER = ("rows W", "positions", "texts", "disagree", "rate", "[95 %]", "tie", "width", "largest difference")
 COST_HEADER = ("rows W", "ms", "spread", "host ms", "pipelined ms", "over W=1", "mlx_lm ms", "over W=1")
 CONTEXT_HEADER = ("context", "rows W", "ms", "spread", "over W=1")
@@ -32,7 +35,8 @@ def of(result, arms=None):
     if result["command"] == "cost":
         return with_rows([widths(result["cost"]), contexts(result["cost"])])
     found = [speed(result, arms), certainty(result, arms), survival(arms), rules(result, arms), health(result)]
-    return with_rows([*found, divergences(result), disagreement(result), by_margin(result)])
+    found += [divergences(result), guards(result, arms), disagreement(result), by_margin(result)]
+    return with_rows(found)
 
 
 def with_rows(tables):
@@ -98,9 +102,8 @@ def notes(result, arms):
 
 def certainty(result, arms):
     """How sure the speedups are: beside the twin, for all arms at once, by the other mean, and with every row."""
-    floors = {part: statistics.twin_floor(experiment.in_part(arms, part)) for part in experiment.parts_of(arms)}
-    judged = [arm for arm in arms if arm["name"] != "mlx_lm" and arm["speedup_every_row"]]
-    rows = [sure_cells(arm, floors[arm.get("part")]) for arm in judged]
+    floor = lambda arm: statistics.twin_floor(arms, arm.get("part"))
+    rows = [sure_cells(arm, floor(arm)) for arm in arms if arm["name"] != "mlx_lm" and arm["speedup_every_row"]]
     many = next((arm["speedup_every_row"]["compared"] for arm in arms if arm["speedup_every_row"]), 0)
     said = [
         "twin floor: mlx_lm run again elsewhere in each round, over mlx_lm; an effect inside it is noise",
@@ -214,6 +217,21 @@ def divergence_cells(case):
     ]
 
 
+def guards(result, arms):
+    """What the tie guard costs and buys."""
+    rows = [
+        [
+            one["arm"],
+            one["guard"],
+            *(f"{count}/{one['prompts']}" for count in one["identical"]),
+            percent(one["redecided"]),
+            *ratio(one["speed"]),
+        ]
+        for one in statistics.guards(result["rows"], arms, experiment.headline(result))
+    ]
+    return "tie guard: what it costs and buys", GUARD_HEADER, rows, ["identical: prompts whose text is plain's own."]
+
+
 def disagreement(result):
     """The census: how often W rows decide otherwise than one."""
     found = census.summarise(result.get("census") or [])
@@ -230,11 +248,10 @@ def disagreement(result):
 def by_margin(result):
     """The census by the margin of the one-row decision."""
     found = census.summarise(result.get("census") or [])
-    ends = [f"≤ {bound:g}" for bound in census.BOUNDS[:-1]] + [f"> {census.BOUNDS[-2]:g}"]
     rows = [
         [str(W), *(f"{differing}/{positions}" for positions, differing in one["by_margin"])] for W, one in found.items()
     ]
-    return "disagreements by margin", ["rows W, margin in ULPs", *ends], rows, []
+    return "disagreements by margin", ["rows W, margin in ULPs", *census.names()], rows, []
 
 
 def widths(cost):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import tiny
-from decode.lab import arms, census, experiment, prompts, ties, timing
+from decode.lab import arms, census, experiment, prompts, statistics, ties, timing
 from drafter import target as targets
 from widened import REACH, margin_ulps, widened
 
@@ -102,3 +102,12 @@ def test_a_guard_as_wide_as_the_effect_buys_identity_and_a_narrower_one_only_tie
     spent = {row["arm"]: row["redecided"] for row in result["rows"] if row["prompt"] == "p0"}
     assert spent["dflash-4-guard3"] > 0 == spent["dflash-4"]
     assert {case["class"] for case in result["divergences"] if case["arm"] == "dflash-4-guard1"} <= {"width_sensitive"}
+    told = {(one["arm"], one["guard"]): one for one in statistics.guards(result["rows"], list(figures.values()))}
+    assert set(told) == {(arm, guard) for arm in ("ngram-2", "dflash-4") for guard in ("1", "3")}
+    one = told["dflash-4", "3"]
+    assert one["identical"] == (figures["dflash-4"]["identical"], 3)
+    rows = [row for row in result["rows"] if row["arm"] == "dflash-4-guard3"]
+    assert one["redecided"] == sum(row["redecided"] for row in rows) / sum(len(row["tokens"]) - 1 for row in rows)
+    bare = [row for row in result["rows"] if row["arm"] == "dflash-4"]
+    pace = lambda some: sum(row["seconds"] for row in some) / sum(len(row["tokens"]) - 1 for row in some)
+    assert one["speed"]["ratio"] == pytest.approx(pace(bare) / pace(rows))

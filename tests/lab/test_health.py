@@ -87,6 +87,13 @@ def test_nvidia_state():
     assert sensors.parse_gpus("NVIDIA X, [N/A], 1980, 35, 0, 79.63, 4, 9, 0x60")[0]["clocks.sm"] == "[N/A]"
 
 
+def test_an_older_driver_is_asked_by_the_older_name(monkeypatch):
+    line = "NVIDIA X, 900, 1980, 35, 0, 79.63, 4, 9, 0x60"
+    answer = lambda program, query, form: line if "clocks_throttle_reasons.active" in query else None
+    monkeypatch.setattr(sensors, "ask", answer)
+    assert sensors.slowdowns(sensors.gpus()[0]) == ["software thermal slowdown", "hardware thermal slowdown"]
+
+
 def test_what_is_absent_is_none():
     assert sensors.read(sensors.PROC / "no-such-file") is None
     assert sensors.ask("no-such-program") is None
@@ -104,7 +111,7 @@ def test_this_machine_gives_a_pulse_and_a_snapshot():
 
 
 def test_a_gpu_slowed_to_protect_it_is_flagged_and_one_at_its_power_cap_or_idle_is_not():
-    reasons = lambda bits: sensors.slowdowns({"clocks_throttle_reasons.active": bits})
+    reasons = lambda bits: sensors.slowdowns({"throttle_reasons": bits})
     assert reasons("0x0000000000000005") == []
     assert reasons("0x0000000000000068") == [
         "hardware slowdown",

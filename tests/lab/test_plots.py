@@ -1,5 +1,6 @@
 """Plots and the page: what is drawn is what the result says, labelled, in both schemes, and nothing lies outside."""
 
+import math
 import re
 
 import pytest
@@ -129,14 +130,15 @@ def test_every_plot_names_its_axes_and_its_tick_labels_do_not_overlap(name, pain
     axes = axes_of(painter)
     units = r"\(.+\)|share|÷|^arm$|order run"
     assert re.search(units, axes.get_xlabel()) and re.search(units, axes.get_ylabel())
-    assert axes.get_legend().get_texts()
+    legend = axes.get_legend() or axes.figure.legends[0]
+    assert legend.get_texts()
     for axis, side in ((axes.xaxis, "x"), (axes.yaxis, "y")):
         boxes = [label.get_window_extent() for label in axis.get_ticklabels() if label.get_text()]
         spans = sorted((getattr(box, f"{side}0"), getattr(box, f"{side}1")) for box in boxes)
         assert all(before[1] <= after[0] for before, after in zip(spans, spans[1:], strict=False)), name
-    whole = axes.figure.bbox
-    legend = axes.get_legend().get_window_extent()
-    assert legend.x1 <= whole.x1 + 1 and legend.y0 >= whole.y0 and legend.x0 >= axes.get_window_extent().x1
+    whole, legend = axes.figure.bbox, legend.get_window_extent()
+    assert legend.x1 <= whole.x1 + 1 and legend.y0 >= whole.y0 - 1  # on the page, and over nothing drawn:
+    assert legend.x0 >= axes.get_window_extent().x1 or legend.y1 <= axes.xaxis.label.get_window_extent().y0
 
 
 def test_the_speed_plot_shows_every_ratio_with_its_interval():
@@ -148,6 +150,12 @@ def test_the_speed_plot_shows_every_ratio_with_its_interval():
     assert [segment[:, 1].tolist() for segment in bars.get_segments()] == [
         pytest.approx([y - 0.1, y + 0.2]) for y in (1.2, 1.4, 1.8, 2.6)
     ]
+
+
+def test_a_decomposition_shows_effects_as_factors_one_of_no_effect_too():
+    axes = axes_of(findings_figures.of("decompose", FOUND["decompose"])[0][2])
+    ((line, _, _),) = axes.containers
+    assert line.get_xdata().tolist() == pytest.approx([math.exp(k / 10) for k in range(4)])
 
 
 def test_the_pace_plot_divides_every_run_by_its_prompts_mean_and_marks_disturbed_ones():

@@ -11,7 +11,7 @@ from kernels.errors import UserError
 
 ROW = {
     "arm": "mlx_lm", "prompt": "p", "repeat": 0, "tokens": [3, 4, 5], "seconds": 1.5, "proposed_per_cycle": [2],
-    "accepted_per_cycle": [1], "committed_per_cycle": [2], "loop_fraction": 0.0, "disturbed": [],
+    "accepted_per_cycle": [1], "committed_per_cycle": [2], "loop_fraction": 0.0, "disturbed": [], "redecided": 1,
 }  # fmt: skip
 RESULT = {
     "schema": experiment.SCHEMA,
@@ -30,8 +30,9 @@ RESULT = {
         {"name": "mlx_lm", "kind": "mlx_lm", "block_size": None},
         {"name": "plain", "kind": "plain", "block_size": None},
         {"name": "dflash-3", "kind": "dflash", "block_size": 3},
+        {"name": "dflash-3-guard1", "kind": "dflash", "block_size": 3},
     ],
-    "rows": [ROW | {"arm": arm} for arm in ("mlx_lm", "plain", "dflash-3")],
+    "rows": [ROW | {"arm": arm} for arm in ("mlx_lm", "plain", "dflash-3", "dflash-3-guard1")],
     "stages": [
         {"arm": "plain", "prompt": "p", "cycles": 2, "seconds": 1.0, "draft": 0.0, "verify": 0.9, "commit": 0.0}
     ],
