@@ -48,7 +48,7 @@ def transfer(options, argv):
     chosen, out = opened(options)
     parts = named((options.target, *options.variants))
     stock, drafter, identity = open_stock(options)
-    locate(options.variants, options.dtype)
+    refuse_shapes(options.variants, stock, options.dtype)
     sizes = sizes_for(options, drafter)
     header = heading(options, argv, stock, identity, chosen, block_sizes=sizes)
     lines = {"variants": ", ".join([*parts][1:]), "arms": f"mlx_lm, plain, dflash at {sizes}"}
@@ -421,13 +421,22 @@ def named(names):
     return parts
 
 
-def locate(names, dtype):
-    """Find every target now: one that is missing is refused before an hour of measuring the others."""
-    from drafter import sources
+def refuse_shapes(names, stock, dtype):
+    """Find every variant now, and refuse one of another shape, before an hour of measuring the others."""
+    from drafter import manifest, sources
     from drafter import target as targets
 
     for name in names:
-        sources.locate(name, dtype=dtype or targets.default_dtype())
+        folder = sources.locate(name, dtype=dtype or targets.default_dtype()).folder
+        config = manifest.read_json(folder / "config.json")
+        settings = config.get("text_config", config)
+        for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
+            found, expected = settings.get(key), stock.settings.get(key)
+            if found != expected:
+                raise UserError(
+                    f"target {name}: its {key} is {found}, but {stock.source} has {expected}; a drafter carries over "
+                    "within one shape, so train one for it"
+                )
 
 
 COMMANDS = {
