@@ -1,25 +1,29 @@
 """The evaluations besides ksweep: what each asks, how it is set up, and what its closing line says."""
 
-import dataclasses
-import functools
 import pathlib
 import sys
 
 from kernels.errors import UserError
-from opening import (
-    BLOCK,
-    add_models,
-    add_plan,
-    default_out,
-    identity_card,
-    open_models,
-    progress,
-    refuse_unwritable,
-    several,
-    shares,
-    show_card,
-    whole,
+from measuring import (
+    DRAFTED,
+    SIZES,
+    best,
+    card,
+    encoded,
+    finish,
+    headed,
+    heading,
+    open_stock,
+    opened,
+    opened_apart,
+    place,
+    plan_line,
+    size_for,
+    size_within,
+    sizes_for,
+    timing_plan,
 )
+from opening import BLOCK, add_models, add_plan, identity_card, progress, several, shares, show_card, whole
 
 HELP = {
     "adaptive": "measure changing block sizes",
@@ -30,8 +34,6 @@ HELP = {
     "staged": "draft more than is verified",
     "transfer": "measure on other targets",
 }
-SIZES = (2, 4, 8, 16)  # fixed block sizes that policies are compared with, as ksweep's
-DRAFTED = 8  # rows of a block where none is asked for: what the shipped drafters are fastest at, or near it
 
 
 def add_transfer(parser, smoke):
@@ -109,24 +111,22 @@ def add_context(parser, smoke):
 
 def context(options, argv):
     """Time the same documents cut at several lengths, so that difficulty and length are not confounded."""
-    from decode.lab import lengths
-
     out = place(options)
     target, drafter, identity = open_stock(options)
+    from decode.lab import arms, experiment, lengths, timing
+
     count = options.limit or lengths.FEWEST
     chosen, found = lengths.documents(options.prompts, target, max(options.lengths), count)
-    encoded = lengths.cut(chosen, options.lengths, target, options.max_tokens)
+    prompts = lengths.cut(chosen, options.lengths, target, options.max_tokens)
     sizes, reason = sizes_for(options, drafter), "documents are continued as they stand"
     header = headed(options, argv, target, identity, block_sizes=sizes, prompts=found, raw_reason=reason)
     asked = f"{len(chosen)} of {found['name']}  sha256 {found['sha256'][:16]}…, at {options.lengths} tokens"
     lines = {"documents": asked, "plan": plan_line(options), "arms": f"mlx_lm, plain, dflash at {sizes}"}
     show_card(identity_card(target, identity) | lines, sys.stdout)
-    from decode.lab import arms, experiment, timing
-
     plan = timing.Plan(options.max_tokens, options.repeats, options.warmup * len(options.lengths))  # each is warmed up
     compared = arms.ksweep(target, drafter, sizes, (), None)
-    few = lengths.few(encoded, lengths.STAGED)
-    result = experiment.run(header, compared, encoded, plan, progress, few)
+    few = lengths.few(prompts, lengths.STAGED)
+    result = experiment.run(header, compared, prompts, plan, progress, few)
     return finish(result, out) | {"documents": len(chosen)}
 
 
@@ -177,9 +177,7 @@ def add_adaptive(parser, smoke):
 
 def adaptive(options, argv):
     """Time policies for the block size against fixed ones: entropy, survival, expected value, auto-off."""
-    from decode.lab import policies
-
-    return compare_policies(options, argv, policies.adaptive)
+    return compare_policies(options, argv, lambda policies, *setting: policies.adaptive(*setting))
 
 
 def add_confidence(parser, smoke):
@@ -191,9 +189,8 @@ def add_confidence(parser, smoke):
 
 def confidence(options, argv):
     """Time verifies cut where the drafter's confidence ends against fixed block sizes; say how calibrated it is."""
-    from decode.lab import policies
-
-    return compare_policies(options, argv, functools.partial(policies.confidence, thresholds=options.thresholds))
+    cuts = options.thresholds
+    return compare_policies(options, argv, lambda policies, *setting: policies.confidence(*setting, cuts))
 
 
 def compare_policies(options, argv, build):
@@ -210,7 +207,7 @@ def compare_policies(options, argv, build):
     lines = {"set up on": f"{len(first)} other prompt(s)", "fixed arms": f"block sizes {sizes}"}
     show_card(card(options, target, identity, chosen) | lines, sys.stdout)
     setup = policies.prepare(target, drafter, sizes, first, timing_plan(options), progress)
-    compared = build(target, drafter, sizes, setup)
+    compared = build(policies, target, drafter, sizes, setup)
     result = experiment.run(header | {"setup": setup.record()}, compared, prompts, timing_plan(options), progress)
     found = finish(result, out)
     ranked = [one for one in result["findings"]["policies"] if one["kind"] == "policy" and one["over_fixed"]]
@@ -218,22 +215,6 @@ def compare_policies(options, argv, build):
     errors = {name: one["ece"] for name, one in result["findings"]["calibration"].items()}
     best = fastest and {"policy": fastest["arm"], "over_fixed": fastest["over_fixed"]["ratio"]}
     return found | {"fixed": result["findings"]["fixed"], "best": best, "ece": errors}
-
-
-def opened_apart(options):
-    """(the prompts to measure on, those to set up on, where the result goes): two PromptSets that share no prompt."""
-    from decode.lab import prompts
-
-    total = options.limit and options.limit + options.calibrate
-    whole = prompts.load(options.prompts, total)
-    if len(whole.prompts) <= options.calibrate or (total and len(whole.prompts) < total):
-        raise UserError(
-            f"{whole.name} holds {whole.total} prompts; --limit {options.limit or 1} and --calibrate "
-            f"{options.calibrate} need as many together: lower one of them, or give --prompts more"
-        )
-    own = prompts.spread(whole.prompts, options.calibrate)
-    rest = tuple(prompt for prompt in whole.prompts if prompt not in own)
-    return dataclasses.replace(whole, prompts=rest), dataclasses.replace(whole, prompts=tuple(own)), place(options)
 
 
 def add_staged(parser, smoke):
@@ -297,117 +278,6 @@ def decompose(options, argv):
     found = finish(result, out)
     effects = {name: one["value"] for name, one in result["findings"]["effects"].items()}
     return found | {"log_speedup": effects, "shares": result["findings"]["shares"]}
-
-
-# What the evaluations share.
-
-
-def opened(options):
-    """(the prompt set, where the result goes), both checked before anything is loaded."""
-    from decode.lab import prompts
-
-    return prompts.load(options.prompts, options.limit), place(options)
-
-
-def place(options):
-    """Where the result goes, checked to be writable."""
-    out = options.out or default_out(options.command, options.target)
-    refuse_unwritable(out)
-    return out
-
-
-def open_stock(options, widest=DRAFTED):
-    """open_models, the untrained control as wide as the widest block asked for, or `widest` where none was."""
-    sizes = vars(options).get("block_sizes") or (vars(options).get("block_size") or widest,)
-    return open_models(options, {"block_size": max(sizes), "seed": options.seed})
-
-
-def sizes_for(options, drafter):
-    """The block sizes asked for, else DRAFTED or the most that the drafter was trained at."""
-    return options.block_sizes or (min(DRAFTED, drafter.config.block_size),)
-
-
-def size_for(options, drafter):
-    """The block size asked for, else DRAFTED or the most that the drafter was trained at. Raises UserError."""
-    return size_within(options.block_size or min(DRAFTED, drafter.config.block_size), drafter)
-
-
-def size_within(size, drafter):
-    """A block size, if the drafter can draft it. Raises UserError."""
-    from decode.schedule import Fixed
-
-    return Fixed(size, most=drafter.config.block_size).size
-
-
-def timing_plan(options):
-    """The timing.Plan that the options ask for."""
-    from decode.lab import timing
-
-    return timing.Plan(options.max_tokens, options.repeats, options.warmup)
-
-
-def encoded(options, target, chosen):
-    """The prompts, encoded by a target and checked against its context."""
-    from decode.lab import experiment
-
-    return experiment.encode(target, chosen.prompts, timing_plan(options), raw=options.raw)
-
-
-def heading(options, argv, target, identity, chosen, **found):
-    """The head of a result over a prompt set: options as asked and as found."""
-    found |= {"prompts": chosen.identity(), "raw_reason": target.raw_reason(options.raw)}
-    return headed(options, argv, target, identity, **found)
-
-
-def headed(options, argv, target, identity, **found):
-    """The head of a result: options as asked and as found."""
-    from decode.lab import experiment
-
-    asked = {name: value for name, value in vars(options).items() if name not in ("command", "out")}
-    return experiment.header(options.command, argv, asked | found, target, identity)
-
-
-def card(options, target, identity, chosen):
-    """The card's lines of an evaluation over prompts."""
-    reason = target.raw_reason(options.raw)
-    return {
-        **identity_card(target, identity),
-        "prompts": f"{len(chosen.prompts)} of {chosen.total} of {chosen.name}  sha256 {chosen.sha256[:16]}…  "
-        f"({chosen.identity()['turns']}; {f'fed raw: {reason}' if reason else 'chat template applied'})",
-        "plan": plan_line(options),
-    }
-
-
-def plan_line(options):
-    """How often and how far each arm runs."""
-    plan = timing_plan(options)
-    smoke = "; SMOKE: nothing here is a measurement" if options.smoke else ""
-    runs = f"{plan.repeats} repeat(s) after {plan.warmup} warm-up run(s) an arm"
-    return f"at most {plan.max_tokens} tokens, {runs}{smoke}"
-
-
-def finish(result, out):
-    """Add the findings, print every table, write the result; returns the closing figures."""
-    from decode.lab import report
-    from drafter import manifest
-
-    result["findings"] = report.findings(result)
-    print(report.text(result, result["arms"]), flush=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    manifest.write_json(out, result)
-    defects = sum(arm["divergences"]["defect"] for arm in result["arms"] if arm["divergences"])
-    flagged = len(result["health"]["flagged_rows"])
-    return {"status": "failed" if defects else "done", "out": str(out), "defects": defects, "flagged_rows": flagged}
-
-
-def best(result):
-    """The drafter's fastest arm and its speedup; nothing where no arm of it emitted enough to have one."""
-    drafted = [arm for arm in result["arms"] if arm["kind"] == "dflash" and arm["speedup"]]
-    if not drafted:
-        return {"best": None}
-    fastest = max(drafted, key=lambda arm: arm["speedup"]["ratio"])
-    speedup = fastest["speedup"]
-    return {"best": fastest["name"], "speedup": speedup["ratio"], "interval": [speedup["low"], speedup["high"]]}
 
 
 def named(names):

@@ -20,7 +20,8 @@ ROOMS = {
     "decode": "transaction verify proposers schedule cycle stream",
     "decode.lab": """prompts health statistics shown ties arms timing walk cost experiment agreement transfer lengths
         controls factors calibration policies staging forecast report""",
-    "scripts": "edge traps tracking session train opening evaluate spec_decode synthesize make_variant manifest doctor",
+    "scripts": """edge traps tracking session train opening measuring evaluate spec_decode synthesize make_variant
+        manifest doctor""",
 }
 RANKS = {
     (room, module): (depth, place)
