@@ -73,9 +73,8 @@ def header(command, argv, config, target, drafter):
 def run(header, arms, prompts, plan, progress, instrumented=None):
     """Measure the arms on encoded prompts. Returns the whole result.
 
-    arms: the baseline first, `plain` among them. instrumented: the prompts of the stage pass (a few spread over all).
-    progress: wraps an iterable to show how far it is, as tqdm does;
-    called as progress(iterable, total=…, desc=…).
+    arms: the baseline first, `plain` among them. progress: wraps an iterable to show how far it is, as tqdm does;
+    called as progress(iterable, total=…, desc=…). instrumented: the prompts of the stage pass; a few spread over all.
     """
     before = health.snapshot()
     for _ in progress(timing.warm_up(arms, prompts, plan), total=plan.warmup * len(arms), desc="warm-up"):
@@ -121,27 +120,24 @@ def in_part(records, part):
 
 def as_row(arm, prompt, place, repeat, run, disturbed):
     """The result row of one timed run."""
-    return (
-        {
-            "arm": arm.name,
-            "prompt": prompt.id,
-            "category": prompt.category,
-            "repeat": repeat,
-            "place": place,
-            "prompt_tokens": len(prompt.tokens),
-            "tokens": list(run.tokens),
-            "seconds": run.seconds,
-            "prefill_seconds": run.prefill_seconds,
-            "finish": run.finish,
-            "proposed_per_cycle": [cycle.proposed for cycle in run.cycles],
-            "accepted_per_cycle": [cycle.accepted for cycle in run.cycles],
-            "committed_per_cycle": [cycle.committed for cycle in run.cycles],
-            "loop_fraction": statistics.loop_fraction(run.tokens),
-            "disturbed": disturbed,
-        }
-        | marked(arm.part or prompt.part)
-        | told(run.cycles)
-    )
+    row = {
+        "arm": arm.name,
+        "prompt": prompt.id,
+        "category": prompt.category,
+        "repeat": repeat,
+        "place": place,
+        "prompt_tokens": len(prompt.tokens),
+        "tokens": list(run.tokens),
+        "seconds": run.seconds,
+        "prefill_seconds": run.prefill_seconds,
+        "finish": run.finish,
+        "proposed_per_cycle": [cycle.proposed for cycle in run.cycles],
+        "accepted_per_cycle": [cycle.accepted for cycle in run.cycles],
+        "committed_per_cycle": [cycle.committed for cycle in run.cycles],
+        "loop_fraction": statistics.loop_fraction(run.tokens),
+        "disturbed": disturbed,
+    }
+    return row | marked(arm.part or prompt.part) | told(run.cycles)
 
 
 def told(cycles):
@@ -155,9 +151,8 @@ def as_stage(arm, prompt, plan):
     run = arm.run(prompt.tokens, plan.max_tokens, clock=time.perf_counter)
     timing.settle()
     spent = {stage: sum(cycle.seconds[stage] for cycle in run.cycles) for stage in statistics.STAGES}
-    return {"arm": arm.name, "prompt": prompt.id, "cycles": len(run.cycles), "seconds": run.seconds, **spent} | marked(
-        arm.part or prompt.part
-    )
+    counts = {"arm": arm.name, "prompt": prompt.id, "cycles": len(run.cycles), "seconds": run.seconds}
+    return counts | spent | marked(arm.part or prompt.part)
 
 
 def diverging(rows, arms):
@@ -184,9 +179,8 @@ def examine(case, prompts, plan):
     replayed = list(tokens[: position + 1]) == row["tokens"][: position + 1]
     verify = locate(verifies, position) if replayed else rebuilt(row, position)
     record = ties.audit(arm.target, prompt.tokens, expected, row["tokens"], verify)
-    return {"arm": arm.name, "prompt": row["prompt"], "repeat": row["repeat"], "replayed": replayed, **record} | marked(
-        row.get("part")
-    )
+    named = {"arm": arm.name, "prompt": row["prompt"], "repeat": row["repeat"], "replayed": replayed}
+    return named | record | marked(row.get("part"))
 
 
 def locate(verifies, position):
