@@ -11,7 +11,7 @@ from kernels.errors import UserError
 RUNS = edge.ROOT / "runs"
 BLOCK = "a block is the pending token and at least one proposal"
 PROBE_BYTES = 1 << 16  # of a result about to be written: a disk this full is refused before the work, not after
-SMOKE = {"limit": 2, "max_tokens": 10, "repeats": 1, "warmup": 0}  # enough to run every line, too little to measure
+SMOKE = {"limit": 1, "max_tokens": 6, "repeats": 1, "warmup": 0}  # enough to run every line, too little to measure
 
 
 def add_models(parser, omitted):

@@ -74,11 +74,10 @@ def effect(units):
 
 
 def shares(effects):
-    """Each factor's share of the whole; None where both together change next to nothing."""
-    if abs(effects["both"]) < 1e-3:
-        return None
-    half = effects["interaction"] / 2
-    return {name: (effects[name] + half) / effects["both"] for name in ("drafting", "weights")}
+    """Each factor's share of the whole; None where the two pull apart, or change nothing: no whole to share."""
+    half, both = effects["interaction"] / 2, effects["both"]
+    found = {name: (effects[name] + half) / both if both else -1.0 for name in ("drafting", "weights")}
+    return found if min(found.values()) >= 0 else None
 
 
 def lossless(rows, arms, on):

@@ -56,7 +56,9 @@ def run(command, target, asked, tmp_path):
     def run(name, *words):
         out = tmp_path / f"{name}.json"
         code, closing, shown, err = command(
-            name, "--target", target, "--prompts", asked, "--smoke", "--out", out, *words
+            name,
+            *("--target", target, "--prompts", asked, "--smoke", "--limit", 2, "--max-tokens", 10, "--out", out),
+            *words,
         )
         assert code == 0, err
         assert closing["status"] == "done" and closing["defects"] == 0 and "SMOKE" in shown
@@ -235,6 +237,10 @@ def test_criteria_name_the_arms_of_a_part(command, small, tmp_path):
 
 # arguments ("{…}" is filled in) -> words the one line must hold
 BAD = {
+    "a variant of another shape": (
+        "transfer --target {target} --prompts {asked} --variants {wide}",
+        ["hidden_size is 128", "has 96", "train one"],
+    ),
     "verifying as much as is drafted": (
         "staged --target {target} --prompts {asked} --drafted 4 --verified 2,4",
         ["--verified 4", "fewer rows than are drafted, 4"],
@@ -260,7 +266,8 @@ def test_bad_input_is_one_line_exit_2_and_leaves_nothing(command, target, asked,
     monkeypatch.setattr(opening, "RUNS", tmp_path / "runs")
     before = sorted(tmp_path.rglob("*"))
     line, words = BAD[name]
-    argv = [word.format(tmp=tmp_path, target=target, asked=asked) for word in line.split()]
+    wide = tiny.folder("llama", target.parent, hidden_size=128)
+    argv = [word.format(tmp=tmp_path, target=target, asked=asked, wide=wide) for word in line.split()]
     code, closing, _, err = command(*argv)
     assert code == 2 and closing["status"] == "refused"
     (said,) = [line for line in err.splitlines() if line.startswith("error: ")]
