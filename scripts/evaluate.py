@@ -19,6 +19,7 @@ from measuring import (
     measured,
     open_stock,
     opened,
+    opened_apart,
     place,
     plan_line,
     registered,
@@ -66,7 +67,7 @@ def transfer(options, argv):
     chosen, out = opened(options)
     parts = named((options.target, *options.variants))
     stock, drafter, identity = open_stock(options)
-    locate(options.variants, options.dtype)
+    refuse_shapes(options.variants, stock, options.dtype)
     sizes = sizes_for(options, drafter)
     header = heading(options, argv, stock, identity, chosen, block_sizes=sizes)
     lines = {"variants": ", ".join([*parts][1:]), "arms": f"mlx_lm and its twin, plain, dflash at {sizes}"}
@@ -253,22 +254,6 @@ def set_up(options, out, target, drafter, sizes, prompts):
     return policies.recalled(earlier["setup"])
 
 
-def opened_apart(options):
-    """(the prompts to measure on, those to set up on, where the result goes): two PromptSets that share no prompt."""
-    from decode.lab import prompts
-
-    total = options.limit and options.limit + options.calibrate
-    whole = prompts.load(options.prompts, total)
-    if len(whole.prompts) <= options.calibrate or (total and len(whole.prompts) < total):
-        raise UserError(
-            f"{whole.name} holds {whole.total} prompts; --limit {options.limit or 1} and --calibrate "
-            f"{options.calibrate} need as many together: lower one of them, or give --prompts more"
-        )
-    own = prompts.spread(whole.prompts, options.calibrate)
-    rest = tuple(prompt for prompt in whole.prompts if prompt not in own)
-    return dataclasses.replace(whole, prompts=rest), dataclasses.replace(whole, prompts=tuple(own)), place(options)
-
-
 def add_staged(parser, smoke):
     """staged's options."""
     add_models(parser, omitted="an untrained control")
@@ -346,13 +331,22 @@ def named(names):
     return parts
 
 
-def locate(names, dtype):
-    """Find every target now: one that is missing is refused before an hour of measuring the others."""
-    from drafter import sources
+def refuse_shapes(names, stock, dtype):
+    """Find every variant now, and refuse one of another shape, before an hour of measuring the others."""
+    from drafter import manifest, sources
     from drafter import target as targets
 
     for name in names:
-        sources.locate(name, dtype=dtype or targets.default_dtype())
+        folder = sources.locate(name, dtype=dtype or targets.default_dtype()).folder
+        config = manifest.read_json(folder / "config.json")
+        settings = config.get("text_config", config)
+        for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
+            found, expected = settings.get(key), stock.settings.get(key)
+            if found != expected:
+                raise UserError(
+                    f"target {name}: its {key} is {found}, but {stock.source} has {expected}; a drafter carries over "
+                    "within one shape, so train one for it"
+                )
 
 
 COMMANDS = {

@@ -1,5 +1,8 @@
 """How every evaluation runs: its prompts and block sizes, the head of its result, its saving, and its closing line."""
 
+import dataclasses
+
+from kernels.errors import UserError
 from opening import default_out, identity_card, open_models, progress, refuse_unwritable
 
 SIZES = (2, 4, 8, 16)  # block sizes of a sweep, and the fixed ones that policies are compared with
@@ -12,6 +15,22 @@ def opened(options):
     from decode.lab import prompts
 
     return prompts.load(options.prompts, options.limit), place(options)
+
+
+def opened_apart(options):
+    """(the prompts to measure on, those to set up on, where the result goes): two PromptSets that share no prompt."""
+    from decode.lab import prompts
+
+    total = options.limit and options.limit + options.calibrate
+    whole = prompts.load(options.prompts, total)
+    if len(whole.prompts) <= options.calibrate or (total and len(whole.prompts) < total):
+        raise UserError(
+            f"{whole.name} holds {whole.total} prompts; --limit {options.limit or 1} and --calibrate "
+            f"{options.calibrate} need as many together: lower one of them, or give --prompts more"
+        )
+    own = prompts.spread(whole.prompts, options.calibrate)
+    rest = tuple(prompt for prompt in whole.prompts if prompt not in own)
+    return dataclasses.replace(whole, prompts=rest), dataclasses.replace(whole, prompts=tuple(own)), place(options)
 
 
 def place(options):

@@ -244,9 +244,8 @@ def examine(case, prompts, plan):
     replayed = list(tokens[: position + 1]) == row["tokens"][: position + 1]
     verify = locate(verifies, position) if replayed else rebuilt(row, position)
     record = ties.audit(arm.target, prompt.tokens, expected, row["tokens"], verify)
-    return {"arm": arm.name, "prompt": row["prompt"], "repeat": row["repeat"], "replayed": replayed, **record} | marked(
-        row.get("part")
-    )
+    named = {"arm": arm.name, "prompt": row["prompt"], "repeat": row["repeat"], "replayed": replayed}
+    return named | record | marked(row.get("part"))
 
 
 def locate(verifies, position):

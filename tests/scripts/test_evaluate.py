@@ -178,7 +178,7 @@ def small(target, tmp_path):
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"prompt": f"{word} {TEXTS}"}) + "\n" for word in ("a", "def", "small")))
     other = tiny.folder("llama", tmp_path, seed=2, chat_template=True)
-    options = ("--target", target, "--prompts", texts, "--smoke", "--max-tokens", 6)
+    options = ("--target", target, "--prompts", texts, "--smoke", "--limit", 2)
     return lambda name: (name, *options, *SMALL[name][0].format(other=other).split())
 
 
