@@ -26,14 +26,15 @@ quickstart: $(READY)
 	@$(BIN)/python scripts/manifest.py verify --all
 
 LAB := --target smollm2 --drafter runs/smollm2-135m-dflash --smoke
-FOUR_BITS := runs/variants/smollm2-4bit
+# Not 4 bits: MLX's quantised products are slow on a CPU, and this has to end in minutes.
+VARIANT := runs/variants/smollm2-ablated
 
 lab: $(READY)
-	@test -d $(FOUR_BITS) || $(BIN)/python scripts/make_variant.py quantised --bits 4 --out $(FOUR_BITS)
+	@test -d $(VARIANT) || $(BIN)/python scripts/make_variant.py ablated --prompts gsm8k humaneval --limit 4 --out $(VARIANT)
 	@for command in ksweep context controls adaptive confidence staged cost; do \
 		$(BIN)/python scripts/spec_decode.py $$command $(LAB) --out runs/lab/$$command.json; done
-	@$(BIN)/python scripts/spec_decode.py transfer $(LAB) --variants $(FOUR_BITS) --out runs/lab/transfer.json
-	@$(BIN)/python scripts/spec_decode.py decompose $(LAB) --variant $(FOUR_BITS) --out runs/lab/decompose.json
+	@$(BIN)/python scripts/spec_decode.py transfer $(LAB) --variants $(VARIANT) --out runs/lab/transfer.json
+	@$(BIN)/python scripts/spec_decode.py decompose $(LAB) --variant $(VARIANT) --out runs/lab/decompose.json
 
 test: $(READY)
 	@$(BIN)/python -m pytest -q

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import KVCache
 
 from decode.proposers import Proposal
 from decode.transaction import Transaction
-from decode.verify import accept, as_array
+from decode.verify import accept, as_array, certain
 from kernels.errors import UserError
 
 CLEAR_EVERY = 256  # tokens between returns of MLX's spare buffers to the system; mlx-lm's figure
@@ -33,6 +33,7 @@ class Cycle:
     proposed    K, proposals offered
     accepted    proposals among the committed tokens
     committed   tokens emitted: accepted + 1, or fewer where the text ended inside the block
+    redecided   tokens decided anew by a width-1 forward, because the block left them in doubt (0 or 1)
     margins     top-1 minus top-2 logit of each committed token, in logits; empty in a plain loop
     seconds     {draft, verify, commit} of an instrumented pass, else None
     confidence  what a schedule that cuts by it read of each proposal offered; else empty
@@ -45,6 +46,7 @@ class Cycle:
     committed: int
     margins: tuple = ()
     seconds: dict | None = None
+    redecided: int = 0
     confidence: tuple = ()
     forwards: int = 1
 
@@ -106,6 +108,15 @@ class Laps:
             self.seconds[stage], self.last = now - self.last, now
 
 
+def refuse_kept(tie_guard, proposer):
+    """Raise UserError for a tie guard over a proposer that has the pending row decided before the verify."""
+    if tie_guard is not None and proposer and proposer.keep:
+        raise UserError(
+            f"tie_guard {tie_guard}: this drafter keeps the pending row in the caches, so no single row can decide "
+            "after it; draft without keep"
+        )
+
+
 class Loop:
     """The state of one decode: call `prefill` once, then `cycle` until `finished`.
 
@@ -118,13 +129,18 @@ class Loop:
     quantization       a Quantization or None
     progress           called with (prompt tokens done, prompt tokens in all)
     clock              seconds as a function; makes an instrumented pass that waits after each stage
+    tie_guard          ULPs or None: a token whose top two logits lie within so many of each other is not taken from a
+                       block but decided by a forward of one row, as the plain loop decides
     """
 
     def __init__(self, target, cache, proposer=None, schedule=None, *, max_tokens, eos_ids=frozenset(),
-                 prefill_step_size=2048, quantization=None, progress=None, clock=None):  # fmt: skip
+                 prefill_step_size=2048, quantization=None, progress=None, clock=None, tie_guard=None):  # fmt: skip
         self.target, self.cache, self.proposer, self.schedule = target, cache, proposer, schedule
         self.remaining, self.eos_ids, self.clock = max_tokens, eos_ids, clock
         self.prefill_step_size, self.quantization = prefill_step_size, quantization
+        refuse_kept(tie_guard, proposer)
+        self.tie_guard, self.redecided = tie_guard, 0  # tokens of the running cycle that one row decided anew
+        self.in_doubt = False  # whether one row has to decide the next token
         self.progress = progress or (lambda done, total: None)
         self.transaction = Transaction(cache, lambda tokens: target.forward(tokens[None], cache))
         self.taps = proposer.taps if proposer else ()
@@ -175,20 +191,23 @@ class Loop:
 
     def _speculate(self):
         laps, size = Laps(self.clock), self._block_size()
-        count = self._proposals(size)
+        count = 0 if self.in_doubt else self._proposals(size)
         proposal = self.proposer.propose(self.tokens[-1], count) if count else Proposal(())
         sent = self._sent(proposal, min(self.schedule.keep(proposal), count))  # [W]
         laps.end("draft", sent)
         self.transaction.begin(len(sent), sent)
         try:
-            logits, taps, verdict = self._verify(sent, proposal.decided)
+            logits, taps, verdict = self._guarded(sent, *self._verify(sent, proposal.decided))
             laps.end("verify")
             kept = self._keep(verdict.tokens)
             self.transaction.commit(len(kept) - self.held)
             self._observe([self.tokens[-1], *kept[:-1]], [tap[:, : len(kept)] for tap in taps])
             laps.end("commit", *(self._states() if self.clock else ()))
-            record = len(verdict.tokens), verdict.margins, laps.seconds, self.schedule.read, 1 + proposal.forwards
-            cycle = Cycle(size, logits.shape[0] - 1, verdict.accepted, *record).cut(len(kept))
+            proposed, seconds = len(sent) - 1 + self.held, laps.seconds
+            whole = Cycle(size, proposed, verdict.accepted, len(verdict.tokens), verdict.margins, seconds)
+            told = {"redecided": self.redecided, "confidence": self.schedule.read}
+            refed = int(self.redecided and len(sent) > 1)  # the block was taken back and its first row fed again
+            cycle = dataclasses.replace(whole.cut(len(kept)), forwards=1 + proposal.forwards + refed, **told)
             self.schedule.observe(cycle)
         except BaseException:  # an interrupt too: the caches must not keep rows whose tokens nobody gets
             self._take_back()
@@ -218,6 +237,25 @@ class Loop:
         logits = mx.concatenate([decided, logits])
         return logits, forward.taps, accept(logits, sent)
 
+    def _guarded(self, tokens, logits, taps, verdict):
+        """The block's verify as the tie guard leaves it: (logits, taps, Verdict), as they came where there is none.
+
+        The verdict ends before the first token in doubt, which the next cycle decides by one row; where that is the
+        block's first, the block is taken back and that row is fed here.
+        """
+        self.redecided, self.in_doubt = int(self.in_doubt), False
+        if self.tie_guard is None or len(tokens) == 1:
+            return logits, taps, verdict
+        count = len(verdict.tokens)
+        sure = certain(logits[:count], verdict.margins, self.tie_guard)
+        self.in_doubt = 0 < sure < count
+        if sure:
+            return logits, taps, verdict.cut(sure)
+        self.redecided = 1
+        self.transaction.abort()
+        self.transaction.begin(1, tokens[:1])
+        return self._verify(tokens[:1], None)
+
     def _take_back(self):
         """Leave the caches as they were before the running block, however far it got."""
         if self.transaction.open:
@@ -228,7 +266,7 @@ class Loop:
     def _block_size(self):
         """The schedule's B, cut where the caches are about to be quantised."""
         self._quantize()
-        size = self.schedule.block_size(max(1, self.remaining - self.proposer.extra))
+        size = 1 if self.in_doubt else self.schedule.block_size(max(1, self.remaining - self.proposer.extra))
         limit = self.quantization and self.quantization.rows_left(self.cache)
         return min(size, limit) if limit else size
 

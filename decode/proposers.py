@@ -46,6 +46,7 @@ class Proposer:
     least_block = 2  # smallest block size that makes sense
     block_size = None  # what it drafts where nothing is asked, if it has one
     most_block = None  # the largest block size that it can draft, where there is one
+    keep = False  # whether `propose` leaves the pending row in the caches
     extra = 0  # proposals of a block of B rows beyond B − 1: 1 where the pending row's own answer is one
 
     def share(self, cache, transaction):

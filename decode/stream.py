@@ -75,7 +75,7 @@ def generate(target, tokenizer, prompt, drafter=None, *, verbose=False, **option
 def stream_generate(target, tokenizer, prompt, drafter=None, *, max_tokens=256, block_size=None, schedule=None, stop=(),
                     on_cycle=None, clock=None, prompt_cache=None, max_kv_size=None, prefill_step_size=2048,
                     kv_bits=None, kv_group_size=64, quantized_kv_start=5000, prompt_progress_callback=None,
-                    **unknown):  # fmt: skip
+                    tie_guard=None, **unknown):  # fmt: skip
     """Decode a prompt; an iterator of GenerationResponse, one per token.
 
     target     a drafter.target.Target
@@ -88,6 +88,8 @@ def stream_generate(target, tokenizer, prompt, drafter=None, *, max_tokens=256, 
     stop       a string or strings that end the text, also where they span tokens
     on_cycle   called with each Cycle once it is known where the text ends
     clock      seconds as a function: an instrumented pass, whose cycles carry stage times
+    tie_guard  ULPs of the target's dtype: a token whose top two logits are no further apart is decided by a forward of
+               one row, as plain decoding decides it, at the cost of that forward; None for no guard
     The rest is mlx-lm's and means the same. A `prompt_cache` handed in is advanced by the prompt and every token
     emitted, also when the iterator is closed early, as mlx-lm's own loop leaves it.
     Raises UserError, before anything runs, for what cannot be honoured.
@@ -96,11 +98,8 @@ def stream_generate(target, tokenizer, prompt, drafter=None, *, max_tokens=256, 
     check_target(target)
     tokenizer = wrap(tokenizer or target.tokenizer)
     proposer = as_proposer(target, drafter, block_size)
-    if schedule is not None and block_size is not None:
-        raise UserError(f"block_size {block_size}: the schedule decides it; pass one of the two")
-    if (block_size, schedule) != (None, None) and not proposer:
-        given = "schedule" if block_size is None else f"block_size {block_size}"
-        raise UserError(f"{given}: there is no drafter to use it; pass drafter= too")
+    check_schedule(block_size, schedule, proposer)
+    check_guard(tie_guard, proposer)
     schedule = schedule or (proposer and fixed_schedule(proposer, block_size))
     check_counts(max_tokens, prefill_step_size, max_kv_size)
     tokens = encode(target, tokenizer, prompt)
@@ -113,7 +112,7 @@ def stream_generate(target, tokenizer, prompt, drafter=None, *, max_tokens=256, 
         target, cache, proposer, schedule,
         max_tokens=limit, eos_ids=frozenset(tokenizer.eos_token_ids), prefill_step_size=prefill_step_size,
         quantization=quantization,
-        progress=prompt_progress_callback, clock=clock,
+        progress=prompt_progress_callback, clock=clock, tie_guard=tie_guard,
     )  # fmt: skip
     writer = Writer(tokenizer.detokenizer, (stop,) if isinstance(stop, str) else tuple(stop))
     return respond(loop, tokens, writer, on_cycle, settle=prompt_cache is not None)
@@ -260,6 +259,25 @@ def check_target(target):
     """Raise when mlx-lm's model stands where a Target is expected."""
     if not isinstance(target, Target):
         raise UserError(f"target: expected a Target, found {type(target).__name__}; drafter.target.load makes one")
+
+
+def check_schedule(block_size, schedule, proposer):
+    """Raise where it is said twice how large blocks are, or said of none."""
+    if schedule is not None and block_size is not None:
+        raise UserError(f"block_size {block_size}: the schedule decides it; pass one of the two")
+    if (block_size, schedule) != (None, None) and not proposer:
+        given = "schedule" if block_size is None else f"block_size {block_size}"
+        raise UserError(f"{given}: there is no drafter to use it; pass drafter= too")
+
+
+def check_guard(tie_guard, proposer):
+    """Raise for a tie guard that guards nothing."""
+    if tie_guard is None:
+        return
+    if not isinstance(tie_guard, (int, float)) or not 0 <= tie_guard < math.inf:
+        raise UserError(f"tie_guard {tie_guard!r}: expected ULPs, a number of at least 0, for example 1")
+    if not proposer:
+        raise UserError(f"tie_guard {tie_guard}: plain decoding has no block to doubt; pass drafter= too")
 
 
 def check_counts(max_tokens, prefill_step_size, max_kv_size):

@@ -5,8 +5,11 @@ judge the K proposals, and the row that follows the accepted ones yields the cor
 """
 
 import dataclasses
+import math
 
 import mlx.core as mx
+
+FRACTION_BITS = {mx.float32: 23, mx.bfloat16: 7, mx.float16: 10}  # stored bits of the significand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +25,11 @@ class Verdict:
     next_token: int
     margins: tuple
     tokens: tuple
+
+    def cut(self, n):
+        """The verdict's first n ≥ 1 tokens, the last of which then stands in for the target's own."""
+        accepted = min(self.accepted, n)
+        return Verdict(accepted, self.tokens[n - 1], self.margins[:n], self.tokens[:n])
 
 
 def accept(logits, proposals):
@@ -53,6 +61,25 @@ def margins(logits, choice):
     best = mx.take_along_axis(logits, index, axis=-1)[:, 0]
     second = mx.put_along_axis(logits, index, mx.array(-mx.inf, logits.dtype), axis=-1).max(axis=-1)
     return best.astype(mx.float32) - second.astype(mx.float32)
+
+
+def certain(logits, margins, guard):
+    """How many tokens stand before the first whose top two logits are within `guard` ULPs of each other.
+
+    logits [n,V] and margins (n numbers, in logits) of the rows that yield the tokens; ULPs are of the logits' dtype at
+    the greatest logit of the row.
+    """
+    peaks = mx.max(logits, axis=-1).tolist()
+    near = [margin <= guard * ulp(abs(peak), logits.dtype) for margin, peak in zip(margins, peaks, strict=True)]
+    return near.index(True) if True in near else len(near)
+
+
+def ulp(magnitude, dtype):
+    """Unit in the last place at a magnitude ≥ 0: the distance between neighbouring values of that dtype there."""
+    bits = FRACTION_BITS[dtype]
+    smallest = -14 if dtype == mx.float16 else -126  # exponent of the smallest normal number
+    exponent = math.frexp(magnitude)[1] - 1 if magnitude else smallest
+    return 2.0 ** (max(exponent, smallest) - bits)
 
 
 def as_array(tokens):

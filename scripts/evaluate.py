@@ -6,15 +6,37 @@ import pathlib
 import sys
 
 from kernels.errors import UserError
+from measuring import (
+    DRAFTED,
+    SIZES,
+    beside,
+    best,
+    card,
+    encoded,
+    finish,
+    headed,
+    heading,
+    measured,
+    open_full,
+    open_stock,
+    opened,
+    opened_apart,
+    place,
+    plan_line,
+    registered,
+    size_for,
+    size_within,
+    sizes_for,
+    storage,
+    swept,
+    timing_plan,
+)
 from opening import (
     BLOCK,
     add_models,
     add_plan,
-    default_out,
     identity_card,
-    open_models,
     progress,
-    refuse_unwritable,
     several,
     shares,
     show_card,
@@ -30,8 +52,6 @@ HELP = {
     "staged": "draft more than is verified",
     "transfer": "measure on other targets",
 }
-SIZES = (2, 4, 8, 16)  # fixed block sizes that policies are compared with, as ksweep's
-DRAFTED = 8  # rows of a block where none is asked for: what the shipped drafters are fastest at, or near it
 
 
 def add_transfer(parser, smoke):
@@ -48,38 +68,43 @@ def transfer(options, argv):
     chosen, out = opened(options)
     parts = named((options.target, *options.variants))
     stock, drafter, identity = open_stock(options)
-    locate(options.variants, options.dtype)
+    refuse_shapes(options.variants, stock, options.dtype)
     sizes = sizes_for(options, drafter)
     header = heading(options, argv, stock, identity, chosen, block_sizes=sizes)
-    lines = {"variants": ", ".join([*parts][1:]), "arms": f"mlx_lm, plain, the drafter at {sizes}"}
+    lines = {"variants": ", ".join([*parts][1:]), "arms": f"mlx_lm and its twin, plain, the drafter at {sizes}"}
     show_card(card(options, stock, identity, chosen) | lines, sys.stdout)
-    from decode.lab import experiment
-
-    own, *others = parts
-    prompts = encoded(options, stock, chosen)
-    results = [measured(options, header, own, stock, drafter, sizes, prompts)]
-    answers = {row["prompt"]: row["tokens"] for row in results[0]["rows"] if row["arm"] == "plain"}
-    targets, agreed = [{"part": own, **stock.identity()}], []
-    for part in others:
-        target = open_variant(parts[part], stock, options)
-        prompts = encoded(options, target, chosen)
-        results.append(measured(options, header, part, target, drafter, sizes, prompts))
-        agreed += compare(part, stock, target, prompts, answers)
-        targets.append({"part": part, **target.identity()})
-    result = experiment.join(header, results) | {"targets": targets, "agreement": agreed}
-    found = finish(result, out)
+    result, save = on_every_target(options, out, header, parts, stock, drafter, sizes, chosen)
+    found = finish(result, save, out)
     return found | {"verdicts": {one["part"]: one["verdict"] for one in result["findings"]["targets"][1:]}}
 
 
-def measured(options, header, part, target, drafter, sizes, prompts):
-    """The result of one target of a transfer."""
+def on_every_target(options, out, header, parts, stock, drafter, sizes, chosen):
+    """(the joined result of all targets of a transfer, one measured after another; how it is saved)."""
     from decode.lab import arms, experiment
 
-    own = target.identity() == header["target"]
-    mine = drafter if own else arms.carried(target, drafter, options.drafter, options.alpha)
-    compared = arms.within(part, arms.ksweep(target, mine, sizes, (), None))
-    bar = lambda items, *, total, desc: progress(items, total=total, desc=f"{part} {desc}")
-    return experiment.run(header, compared, prompts, timing_plan(options), bar)
+    own = arms.ksweep(stock, drafter, sizes, (), None)
+    header |= registered(options, [f"{part} {arm.name}" for part in parts for arm in own])
+    header |= {"targets": [], "agreement": []}
+    save, earlier = storage(out, header, options.resume)
+    results, answers = [], {}
+    keep = lambda so_far: save(experiment.join(header, [*results, so_far]) | {"complete": False})
+    for part, name in parts.items():
+        target = open_variant(name, stock, options) if results else stock
+        header["targets"].append({"part": part, **target.identity()})
+        prompts = encoded(options, target, chosen)
+        if results:
+            header["agreement"] += compare(part, stock, target, prompts, answers)
+        mine = arms.carried(target, drafter, options.drafter, options.alpha) if results else drafter
+        compared = arms.within(part, arms.ksweep(target, mine, sizes, (), None))
+        before = earlier and experiment.only(earlier, part)
+        results.append(experiment.run(header, compared, prompts, timing_plan(options), named_bar(part), keep, before))
+        answers = answers or {row["prompt"]: row["tokens"] for row in results[0]["rows"] if row["arm"] == "plain"}
+    return experiment.join(header, results), save
+
+
+def named_bar(part):
+    """`progress` under the name of a part."""
+    return lambda items, *, total, desc: progress(items, total=total, desc=f"{part} {desc}")
 
 
 def open_variant(name, stock, options):
@@ -116,19 +141,24 @@ def context(options, argv):
     target, drafter, identity = open_stock(options)
     count = options.limit or lengths.FEWEST
     chosen, found = lengths.documents(options.prompts, target, max(options.lengths), count)
-    encoded = lengths.cut(chosen, options.lengths, target, options.max_tokens)
+    documents = lengths.cut(chosen, options.lengths, target, options.max_tokens)
     sizes, reason = sizes_for(options, drafter), "documents are continued as they stand"
     header = headed(options, argv, target, identity, block_sizes=sizes, prompts=found, raw_reason=reason)
     asked = f"{len(chosen)} of {found['name']}  sha256 {found['sha256'][:16]}…, at {options.lengths} tokens"
-    lines = {"documents": asked, "plan": plan_line(options), "arms": f"mlx_lm, plain, the drafter at {sizes}"}
+    lines = {
+        "documents": asked,
+        "plan": plan_line(options),
+        "arms": f"mlx_lm and its twin, plain, the drafter at {sizes}",
+    }
     show_card(identity_card(target, identity) | lines, sys.stdout)
-    from decode.lab import arms, experiment, timing
+    from decode.lab import arms
 
-    plan = timing.Plan(options.max_tokens, options.repeats, options.warmup * len(options.lengths))  # each is warmed up
+    plan = timing_plan(options)
+    plan = dataclasses.replace(plan, warmup=plan.warmup * len(options.lengths))  # each length is warmed up
     compared = arms.ksweep(target, drafter, sizes, (), None)
-    few = lengths.few(encoded, lengths.STAGED)
-    result = experiment.run(header, compared, encoded, plan, progress, few)
-    return finish(result, out) | {"documents": len(chosen)}
+    few = lengths.few(documents, lengths.STAGED)
+    result, save = measured(options, out, header, compared, documents, plan=plan, instrumented=few)
+    return finish(result, save, out) | {"documents": len(chosen)}
 
 
 def add_controls(parser, smoke):
@@ -151,15 +181,15 @@ def controls(options, argv):
     target, drafter, identity = open_full(options)
     size = size_for(options, drafter)
     from decode.lab import controls as lab
-    from decode.lab import experiment
 
     compared = lab.arms(target, drafter, size, options.ngram, options.seed)
     prompts = encoded(options, target, chosen)
     header = heading(options, argv, target, identity, chosen, block_size=size)
     show_card(card(options, target, identity, chosen) | {"arms": ", ".join(arm.name for arm in compared)}, sys.stdout)
-    result = experiment.run(header, compared, prompts, timing_plan(options), progress)
-    found = finish(result, out)
-    return found | {"floor": result["findings"]["floor"]} | best(result)
+    result, save = measured(options, out, header, compared, prompts)
+    found = finish(result, save, out)
+    twin = result["findings"]["floor"]
+    return found | {"twin": twin and twin["ratio"]} | best(result)
 
 
 def add_policies(parser, command, smoke):
@@ -201,19 +231,15 @@ def compare_policies(options, argv, build):
     """Set policies up on prompts of their own and compare them on the others; build: makes the arms."""
     chosen, own, out = opened_apart(options)
     target, drafter, identity = open_full(options, max(SIZES))
-    sizes = options.block_sizes or tuple(size for size in SIZES if size <= drafter.config.block_size)
-    for size in sizes:
-        size_within(size, drafter)
-    from decode.lab import experiment, policies
-
+    sizes = swept(options, drafter)
     prompts, first = encoded(options, target, chosen), encoded(options, target, own)
     header = heading(options, argv, target, identity, chosen, block_sizes=sizes, set_up_on=[one.id for one in first])
     lines = {"set up on": f"{len(first)} other prompt(s)", "fixed arms": f"block sizes {sizes}"}
     show_card(card(options, target, identity, chosen) | lines, sys.stdout)
-    setup = policies.prepare(target, drafter, sizes, first, timing_plan(options), progress)
+    setup = set_up(options, out, target, drafter, sizes, first)
     compared = build(target, drafter, sizes, setup)
-    result = experiment.run(header | {"setup": setup.record()}, compared, prompts, timing_plan(options), progress)
-    found = finish(result, out)
+    result, save = measured(options, out, header | {"setup": setup.record()}, compared, prompts)
+    found = finish(result, save, out)
     ranked = [one for one in result["findings"]["policies"] if one["kind"] == "policy" and one["over_fixed"]]
     fastest = max(ranked, key=lambda one: one["over_fixed"]["ratio"], default=None)
     errors = {name: one["ece"] for name, one in result["findings"]["calibration"].items()}
@@ -221,20 +247,16 @@ def compare_policies(options, argv, build):
     return found | {"fixed": result["findings"]["fixed"], "best": best, "ece": errors}
 
 
-def opened_apart(options):
-    """(the prompts to measure on, those to set up on, where the result goes): two PromptSets that share no prompt."""
-    from decode.lab import prompts
+def set_up(options, out, target, drafter, sizes, prompts):
+    """The policies' Setup: measured, or that of the run which is gone on with, whose rows were decoded under it."""
+    from decode.lab import policies, record
 
-    total = options.limit and options.limit + options.calibrate
-    whole = prompts.load(options.prompts, total)
-    if len(whole.prompts) <= options.calibrate or (total and len(whole.prompts) < total):
-        raise UserError(
-            f"{whole.name} holds {whole.total} prompts; --limit {options.limit or 1} and --calibrate "
-            f"{options.calibrate} need as many together: lower one of them, or give --prompts more"
-        )
-    own = prompts.spread(whole.prompts, options.calibrate)
-    rest = tuple(prompt for prompt in whole.prompts if prompt not in own)
-    return dataclasses.replace(whole, prompts=rest), dataclasses.replace(whole, prompts=tuple(own)), place(options)
+    if not options.resume:
+        return policies.prepare(target, drafter, sizes, prompts, timing_plan(options), progress)
+    earlier = record.read(beside(out))
+    if "setup" not in earlier:
+        raise UserError(f"{beside(out)} is of {earlier['command']}, not of {options.command}; start afresh")
+    return policies.recalled(earlier["setup"])
 
 
 def add_staged(parser, smoke):
@@ -255,14 +277,14 @@ def staged(options, argv):
         raise UserError(
             f"--verified {max(options.verified)}: expected fewer rows than are drafted, {drafted}; lower it"
         )
-    from decode.lab import experiment, staging
+    from decode.lab import staging
 
     compared = staging.arms(target, drafter, drafted, options.verified)
     prompts = encoded(options, target, chosen)
     header = heading(options, argv, target, identity, chosen, drafted=drafted)
     show_card(card(options, target, identity, chosen) | {"arms": ", ".join(arm.name for arm in compared)}, sys.stdout)
-    result = experiment.run(header, compared, prompts, timing_plan(options), progress)
-    found = finish(result, out)
+    result, save = measured(options, out, header, compared, prompts)
+    found = finish(result, save, out)
     speeds = {one["arm"]: one["over"]["ratio"] for one in result["findings"] if one["over"]}
     return found | best(result) | {"over": speeds}
 
@@ -285,146 +307,22 @@ def decompose(options, argv):
     target, drafter, identity = open_stock(options)
     size = size_for(options, drafter)
     variant = open_variant(options.variant, target, options)
-    from decode.lab import arms, experiment, factors
+    from decode.lab import arms, factors
 
     carried = arms.carried(variant, drafter, options.drafter, options.alpha)
     compared = factors.arms(target, variant, drafter, carried, size, list(parts))
     prompts = encoded(options, target, chosen)
     header = heading(options, argv, target, identity, chosen, block_size=size)
-    cells = f"{' and '.join(parts)}, each by mlx_lm, plain and the drafter at {size}"
+    cells = f"{' and '.join(parts)}, each by mlx_lm and its twin, plain and the drafter at {size}"
     show_card(card(options, target, identity, chosen) | {"cells": cells}, sys.stdout)
     targets = [{"part": part, **one.identity()} for part, one in zip(parts, (target, variant), strict=True)]
-    result = experiment.run(header, compared, prompts, timing_plan(options), progress) | {"targets": targets}
-    found = finish(result, out)
-    effects = {name: one["value"] for name, one in result["findings"]["effects"].items()}
+    result, save = measured(options, out, header | {"targets": targets}, compared, prompts)
+    found = finish(result, save, out)
+    effects = {name: one["value"] for name, one in (result["findings"]["effects"] or {}).items()}
     return found | {"log_speedup": effects, "shares": result["findings"]["shares"]}
 
 
-# What the evaluations share.
-
-
-def opened(options):
-    """(the prompt set, where the result goes), both checked before anything is loaded."""
-    from decode.lab import prompts
-
-    return prompts.load(options.prompts, options.limit), place(options)
-
-
-def place(options):
-    """Where the result goes, checked to be writable."""
-    out = options.out or default_out(options.command, options.target)
-    refuse_unwritable(out)
-    return out
-
-
-def open_stock(options, widest=DRAFTED):
-    """open_models, the untrained control as wide as the widest block asked for, or `widest` where none was."""
-    sizes = vars(options).get("block_sizes") or (vars(options).get("block_size") or widest,)
-    return open_models(options, {"block_size": max(sizes), "seed": options.seed})
-
-
-def open_full(options, widest=DRAFTED):
-    """open_stock of a command that compares ways to use a full drafter. Raises UserError for a gated LoRA."""
-    from drafter.dflash import DFlash
-
-    target, drafter, identity = open_stock(options, widest)
-    if not isinstance(drafter, DFlash):
-        raise UserError(
-            f"--drafter {options.drafter}: {options.command} takes a full drafter, and this is a gated LoRA; ksweep, "
-            "context, transfer and decompose take both"
-        )
-    return target, drafter, identity
-
-
-def sizes_for(options, drafter):
-    """The block sizes asked for, else DRAFTED or the most that the drafter was trained at."""
-    return options.block_sizes or (min(DRAFTED, drafter.config.block_size),)
-
-
-def size_for(options, drafter):
-    """The block size asked for, else DRAFTED or the most that the drafter was trained at. Raises UserError."""
-    return size_within(options.block_size or min(DRAFTED, drafter.config.block_size), drafter)
-
-
-def size_within(size, drafter):
-    """A block size, if the drafter can draft it. Raises UserError."""
-    from decode.lab import arms
-    from decode.schedule import Fixed
-
-    return Fixed(size, most=arms.most_block(drafter)).size
-
-
-def timing_plan(options):
-    """The timing.Plan that the options ask for."""
-    from decode.lab import timing
-
-    return timing.Plan(options.max_tokens, options.repeats, options.warmup)
-
-
-def encoded(options, target, chosen):
-    """The prompts, encoded by a target and checked against its context."""
-    from decode.lab import experiment
-
-    return experiment.encode(target, chosen.prompts, timing_plan(options), raw=options.raw)
-
-
-def heading(options, argv, target, identity, chosen, **found):
-    """The head of a result over a prompt set: options as asked and as found."""
-    found |= {"prompts": chosen.identity(), "raw_reason": target.raw_reason(options.raw)}
-    return headed(options, argv, target, identity, **found)
-
-
-def headed(options, argv, target, identity, **found):
-    """The head of a result: options as asked and as found."""
-    from decode.lab import experiment
-
-    asked = {name: value for name, value in vars(options).items() if name not in ("command", "out")}
-    return experiment.header(options.command, argv, asked | found, target, identity)
-
-
-def card(options, target, identity, chosen):
-    """The card's lines of an evaluation over prompts."""
-    reason = target.raw_reason(options.raw)
-    return {
-        **identity_card(target, identity),
-        "prompts": f"{len(chosen.prompts)} of {chosen.total} of {chosen.name}  sha256 {chosen.sha256[:16]}…  "
-        f"({chosen.identity()['turns']}; {f'fed raw: {reason}' if reason else 'chat template applied'})",
-        "plan": plan_line(options),
-    }
-
-
-def plan_line(options):
-    """How often and how far each arm runs."""
-    plan = timing_plan(options)
-    smoke = "; SMOKE: nothing here is a measurement" if options.smoke else ""
-    runs = f"{plan.repeats} repeat(s) after {plan.warmup} warm-up run(s) an arm"
-    return f"at most {plan.max_tokens} tokens, {runs}{smoke}"
-
-
-def finish(result, out):
-    """Add the findings, print every table, write the result; returns the closing figures."""
-    from decode.lab import report
-    from drafter import manifest
-
-    result["findings"] = report.findings(result)
-    print(report.text(result, result["arms"]), flush=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    manifest.write_json(out, result)
-    defects = sum(arm["divergences"]["defect"] for arm in result["arms"] if arm["divergences"])
-    flagged = len(result["health"]["flagged_rows"])
-    return {"status": "failed" if defects else "done", "out": str(out), "defects": defects, "flagged_rows": flagged}
-
-
-def best(result):
-    """The drafter's fastest arm and its speedup; nothing where no arm of it emitted enough to have one."""
-    from decode.lab import arms
-
-    drafted = [arm for arm in result["arms"] if arm["kind"] in arms.DRAFTERS and arm["speedup"]]
-    if not drafted:
-        return {"best": None}
-    fastest = max(drafted, key=lambda arm: arm["speedup"]["ratio"])
-    speedup = fastest["speedup"]
-    return {"best": fastest["name"], "speedup": speedup["ratio"], "interval": [speedup["low"], speedup["high"]]}
+# What transfer and decompose share.
 
 
 def named(names):
@@ -438,13 +336,22 @@ def named(names):
     return parts
 
 
-def locate(names, dtype):
-    """Find every target now: one that is missing is refused before an hour of measuring the others."""
-    from drafter import sources
+def refuse_shapes(names, stock, dtype):
+    """Find every variant now, and refuse one of another shape, before an hour of measuring the others."""
+    from drafter import manifest, sources
     from drafter import target as targets
 
     for name in names:
-        sources.locate(name, dtype=dtype or targets.default_dtype())
+        folder = sources.locate(name, dtype=dtype or targets.default_dtype()).folder
+        config = manifest.read_json(folder / "config.json")
+        settings = config.get("text_config", config)
+        for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
+            found, expected = settings.get(key), stock.settings.get(key)
+            if found != expected:
+                raise UserError(
+                    f"target {name}: its {key} is {found}, but {stock.source} has {expected}; a drafter carries over "
+                    "within one shape, so train one for it"
+                )
 
 
 COMMANDS = {

@@ -11,7 +11,7 @@ from kernels.errors import UserError
 RUNS = edge.ROOT / "runs"
 BLOCK = "a block is the pending token and at least one proposal"
 PROBE_BYTES = 1 << 16  # of a result about to be written: a disk this full is refused before the work, not after
-SMOKE = {"limit": 2, "max_tokens": 10, "repeats": 1, "warmup": 0}  # enough to run every line, too little to measure
+SMOKE = {"limit": 1, "max_tokens": 6, "repeats": 1, "warmup": 0}  # enough to run every line, too little to measure
 
 
 def add_models(parser, omitted):
@@ -39,7 +39,10 @@ def add_plan(parser, command, *, prompts="suite", max_tokens=64, smoke=None, **s
     add("--repeats", type=whole(1), default=2, metavar="N", help="timed runs of each arm and prompt (%(default)s)")
     add("--warmup", type=whole(0), default=1, metavar="N", help="untimed runs of each arm (%(default)s)")
     add("--seed", type=whole(0), default=0, metavar="N", help="draws whatever is drawn (%(default)s)")
+    add("--include-disturbed", action="store_true", help="headlines count rows of a disturbed machine too; recorded")
+    add("--criteria", type=pathlib.Path, metavar="FILE", help="pass rules written beforehand (YAML); judged by report")
     add("--out", type=pathlib.Path, metavar="FILE", help=f"result JSON (runs/{command}/TARGET-TIME.json)")
+    add("--resume", action="store_true", help="go on with what a killed run of this --out left beside it")
     add("--smoke", action="store_true", help="sizes that only show that it runs; other options still win")
     if smoke:
         parser.set_defaults(**SMOKE | sizes)
@@ -83,6 +86,17 @@ def shares(text):
     if not values or not all(0 <= value < 1 for value in values) or len(set(values)) < len(values):
         raise argparse.ArgumentTypeError(f"found {text!r}; expected different numbers from 0 to below 1, as in 0.2,0.5")
     return values
+
+
+def ulps(text):
+    """A converter to ULPs, a number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"found {text!r}; expected ULPs, a number of at least 0, for example 1")
+    return value
 
 
 def open_models(options, control=None):

@@ -6,8 +6,10 @@
     python scripts/spec_decode.py report runs/ksweep --out runs/reports
 
 generate  writes an answer, streamed to standard output
-ksweep    times mlx_lm, the plain loop, an n-gram control and DFlash at every block size, interleaved, and audits
+ksweep    times mlx_lm, the plain loop, an n-gram control and a drafter at every block size, interleaved, and audits
           every output that differs from plain; ends with status "failed" where one is a defect
+ties      audits the same arms, with and without a tie guard, and counts over plain's text how often a forward of W
+          rows decides otherwise than a forward of one
 cost      times plain steps, verifies, prefills and rollback beside mlx-lm's own, on a target or on a published shape
           with random weights
 context   times the same documents cut at several lengths
@@ -17,7 +19,7 @@ decompose what of a speedup is the weights' and what is drafting's: two factors,
 staged    times blocks of which only a part is verified at once
 transfer  one drafter on its own target and on variants of it: what it keeps, and whether to keep, adapt or retrain it
 layouts   times training steps of a gated LoRA, many blocks behind one reading of a window beside one block a window
-report    rebuilds the tables of result files from their rows
+report    rebuilds the tables and plots of result files from their rows, on one page
 """
 
 import argparse
@@ -28,10 +30,11 @@ import edge
 import evaluate
 import layouts
 from kernels.errors import UserError
+from measuring import SIZES, best, card, encoded, finish, heading, measured, open_stock, opened, swept
 from opening import (
     BLOCK,
-    SMOKE,
     add_models,
+    add_plan,
     default_out,
     identity_card,
     open_models,
@@ -41,17 +44,18 @@ from opening import (
     refuse_unwritable,
     several,
     show_card,
+    ulps,
     whole,
 )
 
-BLOCK_SIZES = (2, 4, 8, 16)
 CHANGES = ("keep", "refine2", "refine4", "always_on")  # those of decode.lab.arms, which must not load yet
+GUARD = "tokens whose top two logits are within ULPS of each other are decided by one row"
 
 
 def main(argv):
     """Run one subcommand; returns its closing figures."""
     options = build_parser(smoke="--smoke" in argv).parse_args(argv)
-    own = {"generate": generate, "ksweep": ksweep, "cost": cost, "layouts": layouts.run, "report": report}
+    own = {"generate": generate, "ksweep": ksweep, "ties": ties, "cost": cost, "layouts": layouts.run, "report": report}
     return (own | {name: run for name, (_, run) in evaluate.COMMANDS.items()})[options.command](options, argv)
 
 
@@ -61,6 +65,7 @@ def build_parser(smoke=False):
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_generate(commands.add_parser("generate", help="write an answer", description=generate.__doc__))
     add_ksweep(commands.add_parser("ksweep", help="measure block sizes", description=ksweep.__doc__), smoke)
+    add_ties(commands.add_parser("ties", help="audit where outputs differ", description=ties.__doc__), smoke)
     add_cost(commands.add_parser("cost", help="time steps and verifies", description=cost.__doc__), smoke)
     evaluate.add_commands(commands, smoke)
     layouts.add_options(commands.add_parser("layouts", help="time training steps", description=layouts.run.__doc__))
@@ -78,27 +83,34 @@ def add_generate(parser):
     add("--system", metavar="TEXT", help="a system turn put before every prompt")
     add("--block-size", type=whole(1), metavar="B", help="rows of a draft pass (the drafter's own)")
     add("--max-tokens", type=whole(1), default=256, metavar="N", help="longest answer (%(default)s)")
+    add("--tie-guard", type=ulps, metavar="ULPS", help=f"with --drafter: {GUARD}")
 
 
 def add_ksweep(parser, smoke):
     """ksweep's options."""
+    add_sweep(parser, "ksweep", smoke)
+    parser.add_argument("--tie-guard", type=ulps, metavar="ULPS", help=f"speculate under a guard: {GUARD}")
+
+
+def add_ties(parser, smoke):
+    """ties' options."""
+    add_sweep(parser, "ties", smoke)
+    add = parser.add_argument
+    add("--tie-guard", type=ulps, default=1, metavar="ULPS", help=f"of the guarded arms: {GUARD} (%(default)s)")
+    add("--widths", type=several(2), metavar="W,…", help="rows of the census' forwards (the block sizes)")
+
+
+def add_sweep(parser, command, smoke):
+    """The options of the commands that compare block sizes."""
     add_models(parser, omitted="an untrained control")
     add = parser.add_argument
-    add("--prompts", default="suite", metavar="P", help="a shipped set's name, or JSON Lines (%(default)s)")
     add("--block-sizes", type=several(1), metavar="B,…", help="of D's arms (2,4,8,16, DFlash as far as it was trained)")
     add("--changes", type=changes, default=(), metavar="C,…",
         help=f"of a gated LoRA, arms more: {', '.join(CHANGES)}")  # fmt: skip
     add("--untrained", choices=("dflash", "gated_lora"), default="dflash", help="control without D (%(default)s)")
     add("--ngram", type=several(1), default=(3,), metavar="N,…", help="prompt lookup controls (3)")
     add("--ngram-block-size", type=whole(2, BLOCK), default=8, metavar="B", help="rows of their blocks (%(default)s)")
-    add("--max-tokens", type=whole(1), default=64, metavar="N", help="cap of every answer (%(default)s)")
-    add("--repeats", type=whole(1), default=2, metavar="N", help="timed runs of each arm and prompt (%(default)s)")
-    add("--warmup", type=whole(0), default=1, metavar="N", help="untimed runs of each arm (%(default)s)")
-    add("--seed", type=whole(0), default=0, metavar="N", help="draws the untrained control (%(default)s)")
-    add("--out", type=pathlib.Path, metavar="FILE", help="result JSON (runs/ksweep/TARGET-TIME.json)")
-    add("--smoke", action="store_true", help="sizes that only show that it runs; other options still win")
-    if smoke:
-        parser.set_defaults(**SMOKE, block_sizes=(2, 4))
+    add_plan(parser, command, smoke=smoke, block_sizes=(2, 4))
 
 
 def add_cost(parser, smoke):
@@ -123,7 +135,9 @@ def add_cost(parser, smoke):
 def add_report(parser):
     """report's options."""
     parser.add_argument("paths", nargs="+", metavar="PATH", help="result files, or folders of them")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for the .md and .txt tables")
+    parser.add_argument(
+        "--out", type=pathlib.Path, required=True, help="folder for report.html, plots, and .md and .txt tables"
+    )
 
 
 def changes(text):
@@ -157,7 +171,8 @@ def show_answer(target, prompt, drafter, options, cycles):
     """Stream one answer to standard output, its cycles appended to `cycles`; returns the last response."""
     from decode import stream
 
-    asked = {"max_tokens": options.max_tokens, "block_size": options.block_size, "on_cycle": cycles.append}
+    asked = {"max_tokens": options.max_tokens, "block_size": options.block_size, "tie_guard": options.tie_guard}
+    asked |= {"on_cycle": cycles.append}
     for response in stream.stream_generate(target, target.tokenizer, prompt, drafter, **asked):
         print(response.text, end="", flush=True)
     print(flush=True)
@@ -182,31 +197,43 @@ def read_prompts(options):
 
 def ksweep(options, argv):
     """Time every arm on every prompt, interleaved, and write the result with all its rows."""
-    from decode.lab import prompts
+    *_, result, save, out = sweep(options, argv)
+    return finish(result, save, out) | best(result) | loop_free(result)
 
-    chosen = prompts.load(options.prompts, options.limit)
-    out = options.out or default_out("ksweep", options.target)
-    refuse_unwritable(out)
-    sizes = options.block_sizes or BLOCK_SIZES
-    control = {"block_size": max(2, *sizes), "seed": options.seed, "kind": options.untrained}
-    target, drafter, identity = open_models(options, control)
-    from decode.lab import arms, experiment, report, timing
-    from drafter import manifest
 
-    sizes = options.block_sizes or arms.fitting(drafter, BLOCK_SIZES)
+def ties(options, argv):
+    """Audit every output that differs from plain, with and without a tie guard, and take the census of decisions."""
+    target, prompts, result, save, out = sweep(options, argv)
+    from decode.lab import census, experiment
+
+    widths = options.widths or result["config"]["block_sizes"]
+    experiment.take_census(result, target, prompts, widths, progress, save)
+    found = census.summarise(result["census"])
+    rates = {"disagreement": {W: figures["rate"] for W, figures in found.items()}}
+    return finish(result, save, out) | best(result) | loop_free(result) | rates
+
+
+def sweep(options, argv):
+    """Compare block sizes: (target, encoded prompts, result, how it is saved and where)."""
+    chosen, out = opened(options)
+    target, drafter, identity = open_stock(options, max(SIZES))
+    sizes = swept(options, drafter)
+    from decode.lab import arms
+
     compared = arms.ksweep(target, drafter, sizes, options.ngram, options.ngram_block_size, options.changes)
-    plan = timing.Plan(options.max_tokens, options.repeats, options.warmup)
-    encoded = experiment.encode(target, chosen.prompts, plan, raw=options.raw)
-    asked = {name: value for name, value in vars(options).items() if name not in ("command", "out")}
-    found = {"block_sizes": sizes, "prompts": chosen.identity(), "raw_reason": target.raw_reason(options.raw)}
-    header = experiment.header("ksweep", argv, asked | found, target, identity)
-    show_card(ksweep_card(target, identity, chosen, compared, plan, found["raw_reason"]), sys.stdout)
-    result = experiment.run(header, compared, encoded, plan, progress)
-    result["findings"] = report.findings(result)
-    print(report.text(result, result["arms"]), flush=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    manifest.write_json(out, result)
-    return closing(result, out)
+    if options.tie_guard is not None:
+        compared = arms.guarded(compared, options.tie_guard, beside=options.command == "ties")
+    prompts = encoded(options, target, chosen)
+    header = heading(options, argv, target, identity, chosen, block_sizes=sizes)
+    show_card(card(options, target, identity, chosen) | {"arms": ", ".join(arm.name for arm in compared)}, sys.stdout)
+    return target, prompts, *measured(options, out, header, compared, prompts), out
+
+
+def loop_free(result):
+    """How many prompts' plain continuations do not loop."""
+    from decode.lab import experiment
+
+    return {"loop_free_prompts": len(result["config"]["prompts"]["used"]) - len(experiment.loops(result))}
 
 
 def cost(options, argv):
@@ -254,9 +281,11 @@ def open_priced(target, options):
 
 def widest_survival(path):
     """The survival of the widest block size of a sweep's result. Raises UserError where it has none."""
-    from decode.lab import report as reports
+    from decode.lab import experiment, record
 
-    arms = [arm for arm in reports.read(path)["arms"] if arm["kind"] == "dflash" and arm["survival"]]
+    result = record.read(path)
+    arms = experiment.summarise(result) if "rows" in result else []
+    arms = [arm for arm in arms if arm["kind"] == "dflash" and arm["survival"]]
     if not arms:
         raise UserError(f"--survival-of {path}: no arm of a drafter in it; name a result of ksweep")
     return max(arms, key=lambda arm: arm["block_size"])["survival"]
@@ -264,14 +293,13 @@ def widest_survival(path):
 
 def fitted(target, drafter, options, found, survival):
     """The cost model of what was measured, printed; with a survival, the block size that it makes best."""
-    from decode.lab import forecast
-    from decode.lab import report as reports
+    from decode.lab import forecast, shown
 
     sizes = drafter and [B for B in options.widths if drafter.config.block_size >= B]
     drafted = forecast.drafting(target, drafter, sizes, options.contexts, options.rounds) if sizes else None
     model = forecast.model(found, drafted)
     for title, header, rows, notes in forecast.cost_tables(model):
-        print("\n".join(["", title, "", reports.as_text(header, rows), *notes]))
+        print("\n".join(["", title, "", shown.as_text(header, rows), *notes]))
     if survival:
         B, speed = forecast.best(survival, model["costs"])
         model |= {"best": {"B": B, "over_plain": speed}}
@@ -279,61 +307,24 @@ def fitted(target, drafter, options, found, survival):
     return model
 
 
-def ksweep_card(target, drafter, chosen, compared, plan, raw_reason):
-    """The card's lines of a ksweep."""
-    template = f"fed raw: {raw_reason}" if raw_reason else "chat template applied"
-    return {
-        **identity_card(target, drafter),
-        "prompts": f"{len(chosen.prompts)} of {chosen.total} of {chosen.name}  sha256 {chosen.sha256[:16]}…  "
-        f"({chosen.identity()['turns']}; {template})",
-        "arms": ", ".join(arm.name for arm in compared),
-        "plan": f"at most {plan.max_tokens} tokens, {plan.repeats} repeat(s) after {plan.warmup} warm-up run(s) an arm",
-    }
-
-
-def closing(result, out):
-    """The closing figures of a ksweep: its best drafting arm, how many prompts' plain continuations do not loop, and
-    whether any divergence is a defect."""
-    from decode.lab import arms, experiment
-
-    drafted = [arm for arm in result["arms"] if arm["kind"] in arms.DRAFTERS and arm["speedup"]]
-    best = max(drafted, key=lambda arm: arm["speedup"]["ratio"], default=None)
-    defects = sum(arm["divergences"]["defect"] for arm in result["arms"] if arm["divergences"])
-    figures = {"best": None} if best is None else {
-        "best": best["name"],
-        "speedup": best["speedup"]["ratio"],
-        "interval": [best["speedup"]["low"], best["speedup"]["high"]],
-        "tau": best["tau"] and best["tau"]["pooled"],
-        "identical": best["identical"],
-        "prompts": best["prompts"],
-    }  # fmt: skip
-    flagged = len(result["health"]["flagged_rows"])
-    return {
-        "status": "failed" if defects else "done",
-        "out": str(out),
-        **figures,
-        "loop_free_prompts": len(result["config"]["prompts"]["used"]) - len(experiment.loops(result)),
-        "defects": defects,
-        "flagged_rows": flagged,
-    }
-
-
 def report(options, argv):
-    """Rebuild the tables of result files from their rows, and check the stored figures against them."""
+    """Rebuild the tables and plots of result files from their rows, and check the stored figures against them."""
     prepare()
+    from decode.lab import plots, record
     from decode.lab import report as reports
 
-    results = reports.find(options.paths)
+    results = record.find(options.paths)
     options.out.mkdir(parents=True, exist_ok=True)
-    changed = {}
-    for file, result in results.items():
-        content, names = reports.write(file, result, options.out)
+    if not plots.available():
+        print("no plots: matplotlib is not installed; pip install -e '.[report]'", file=sys.stderr)
+    told = reports.write(results, options.out)
+    for file, (content, names) in told.items():
         print(f"{file}\n\n{content}", flush=True)
-        changed |= {str(file): names} if names else {}
-    for file, names in changed.items():
-        print(f"{file}: the stored figures of {', '.join(names)} are not what its rows give", file=sys.stderr)
-    status = "failed" if changed else "done"
-    return {"status": status, "out": str(options.out), "files": len(results), "changed": changed}
+        if names:
+            print(f"{file}: the stored figures of {', '.join(names)} are not what its rows give", file=sys.stderr)
+    changed = {str(file): names for file, (_, names) in told.items() if names}
+    figures = {"files": len(results), "page": str(options.out / reports.PAGE), "changed": changed}
+    return {"status": "failed" if changed else "done", "out": str(options.out), **figures}
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 backend=${1:-cpu}
 case $backend in
-  cpu) wheel=mlx-cpu extras=dev ;;
-  cuda12) wheel=mlx-cuda-12 extras=dev,cuda12 ;;
-  cuda13 | cuda) wheel=mlx-cuda-13 extras=dev,cuda13 ;;
+  cpu) wheel=mlx-cpu extras=dev,report ;;
+  cuda12) wheel=mlx-cuda-12 extras=dev,report,cuda12 ;;
+  cuda13 | cuda) wheel=mlx-cuda-13 extras=dev,report,cuda13 ;;
   *) echo "error: BACKEND=$backend: expected cpu, cuda12 or cuda13" >&2; exit 2 ;;
 esac
 

@@ -1,11 +1,13 @@
 """What is compared: one way of decoding each, all asked the same question and stopped by the same rule.
 
-    mlx_lm     mlx_lm.stream_generate, the baseline
+    mlx_lm     mlx_lm.stream_generate, the baseline, always the first of a round
+    X-twin     arm X again, elsewhere in the round: its ratio to X is the noise floor
     plain      this project's loop without a proposer
     ngram-N    the control that needs no model: prompt lookup of n-grams up to N
     dflash-B   a full drafter at block size B
     gated_lora-B          a gated LoRA at block size B
     gated_lora-B-CHANGE   the same, drafting another way: see CHANGES
+    X-guardG   arm X under a tie guard of G ULPs
 
 T prompt tokens, K proposals, V vocabulary.
 """
@@ -18,6 +20,7 @@ import mlx.core as mx
 import mlx_lm
 
 from decode import cycle, stream
+from decode.lab.statistics import GUARD
 from decode.lab.ties import Verify
 from decode.proposers import DFlashProposer, GatedLoraProposer, PromptLookup, Proposer
 from decode.schedule import Fixed
@@ -51,7 +54,8 @@ class Arm:
     """One way of decoding; kind is mlx_lm, plain, ngram, dflash or gated_lora, and block_size None for the first two.
 
     part: which part of an evaluation it belongs to, where arms of several targets are compared side by side. policy:
-    makes a fresh schedule for each text, in place of the fixed block size, which is then the largest.
+    makes a fresh schedule for each text, in place of the fixed block size, which is then the largest. tie_guard: ULPs
+    within which a block's token is decided by one row instead, or None.
     """
 
     name: str
@@ -61,6 +65,12 @@ class Arm:
     proposer: Proposer | None = None
     part: str | None = None
     policy: Callable | None = None
+    tie_guard: float | None = None
+
+    def guarded(self, ulps):
+        """The same arm under a tie guard. Raises UserError where its drafter cannot be guarded."""
+        cycle.refuse_kept(ulps, self.proposer)
+        return dataclasses.replace(self, name=f"{self.name}{GUARD}{ulps:g}", tie_guard=ulps)
 
     def run(self, tokens, max_tokens, clock=None):
         """Decode a prompt (T ids) as a caller would, timed where each emitted token reaches the caller. Returns Run.
@@ -74,7 +84,7 @@ class Arm:
         cycles = []
         responses = stream.stream_generate(
             self.target, tokenizer, list(tokens), self.proposer,
-            max_tokens=max_tokens, on_cycle=cycles.append, clock=clock, **self.sizing(),
+            max_tokens=max_tokens, on_cycle=cycles.append, clock=clock, tie_guard=self.tie_guard, **self.sizing(),
         )  # fmt: skip
         return clocked(responses, cycles)
 
@@ -84,9 +94,10 @@ class Arm:
 
     def replay(self, tokens, max_tokens):
         """Run a drafting arm again, keeping what an audit needs: (emitted ids, one `ties.Verify` per cycle)."""
-        noting, ends = Noting(self.proposer), self.target.eos_ids
-        schedule = self.sizing().get("schedule") or Fixed(self.block_size, least=self.proposer.least_block)
-        steps = cycle.decode(self.target, list(tokens), noting, schedule, max_tokens=max_tokens, eos_ids=ends)
+        noting, policy = Noting(self.proposer), self.sizing().get("schedule")
+        schedule = policy or Fixed(self.block_size, least=self.proposer.least_block)
+        options = {"max_tokens": max_tokens, "eos_ids": self.target.eos_ids, "tie_guard": self.tie_guard}
+        steps = cycle.decode(self.target, list(tokens), noting, schedule, **options)
         emitted, verifies = [], []
         for step in steps:
             if step.cycle:
@@ -102,7 +113,7 @@ class Noting(Proposer):
 
     def __init__(self, proposer):
         self.proposer, self.proposed, self.kept = proposer, (), False
-        self.taps, self.extra = proposer.taps, proposer.extra
+        self.taps, self.extra, self.keep = proposer.taps, proposer.extra, proposer.keep
 
     def share(self, cache, transaction):
         """As the other."""
@@ -113,7 +124,8 @@ class Noting(Proposer):
 
         Which noise such a pass held is nothing to its first row; the pending token stands in for it.
         """
-        start, pending, rows = len(emitted), emitted[-1], self.proposed[: step.cycle.proposed]
+        start, pending = len(emitted), emitted[-1]
+        rows = () if step.cycle.redecided else self.proposed[: step.cycle.proposed]
         if not (self.kept and rows):
             return [Verify(start, (pending, *rows), step.logits)]
         first, rest = step.logits[:1], step.logits[1:]
@@ -149,6 +161,15 @@ def clocked(responses, cycles):
     return Run(tuple(tokens), tuple(cycles), moments[-1] - moments[1], moments[1] - moments[0], finish)
 
 
+def references(target):
+    """What every comparison begins with: the baseline, its identical twin, which is the noise floor, and plain."""
+    return [
+        Arm("mlx_lm", "mlx_lm", None, target),
+        Arm("mlx_lm-twin", "mlx_lm", None, target),
+        Arm("plain", "plain", None, target),
+    ]
+
+
 def ksweep(target, drafter, block_sizes, ngrams, ngram_block_size, changes=()):
     """The arms of a sweep over block sizes, baseline first. Raises UserError for a block size the drafter cannot draft.
 
@@ -156,8 +177,7 @@ def ksweep(target, drafter, block_sizes, ngrams, ngram_block_size, changes=()):
     changes: names of CHANGES, each an arm more at every block size of a gated LoRA.
     """
     return [
-        Arm("mlx_lm", "mlx_lm", None, target),
-        Arm("plain", "plain", None, target),
+        *references(target),
         *(Arm(f"ngram-{n}", "ngram", ngram_block_size, target, PromptLookup(n)) for n in ngrams),
         *(arm for B in block_sizes for arm in drafting(target, drafter, B, changes)),
     ]
@@ -174,13 +194,18 @@ def most_block(drafter):
     return None if isinstance(drafter, gated_lora.GatedLora) else drafter.config.block_size
 
 
+def least_block(drafter):
+    """The smallest block size that a drafter can draft."""
+    return (GatedLoraProposer if isinstance(drafter, gated_lora.GatedLora) else DFlashProposer).least_block
+
+
 def drafting(target, drafter, block_size, changes):
     """The arms of a drafter at one block size."""
     if not isinstance(drafter, gated_lora.GatedLora):
         if changes:
             raise UserError(f"{changes[0]}: only a gated LoRA can draft so; leave it out")
         proposer = DFlashProposer(target, drafter, block_size)
-        Fixed(block_size, most=most_block(drafter))
+        Fixed(block_size, least=least_block(drafter), most=most_block(drafter))
         return [Arm(f"dflash-{block_size}", "dflash", block_size, target, proposer)]
     ways = {"": {}} | {f"-{change}": CHANGES[change] for change in changes}
     proposers = {way: GatedLoraProposer(target, drafter, block_size, **options) for way, options in ways.items()}
@@ -201,6 +226,12 @@ def carried(target, drafter, path, alpha=None):
 def within(part, compared):
     """The arms as arms of one part of an evaluation."""
     return [dataclasses.replace(arm, part=part) for arm in compared]
+
+
+def guarded(compared, ulps, beside):
+    """The arms with every speculative one under a tie guard, instead of the unguarded one or beside it."""
+    under = [arm.guarded(ulps) for arm in compared if arm.block_size]
+    return [arm for arm in compared if beside or not arm.block_size] + under
 
 
 def open_drafter(target, path, *, allow_mismatch, alpha=None):

@@ -9,16 +9,13 @@ D hidden. Beside the drafter run, interleaved with it and from the same caches:
                  and the same values, but what they say of the text is gone
 """
 
-import math
-
 import mlx.core as mx
 
 from decode.lab import experiment, shown, statistics
-from decode.lab.arms import Arm
+from decode.lab.arms import Arm, references
 from decode.proposers import DFlashProposer, PromptLookup
 from drafter import dflash, rng
 
-TWIN = "mlx_lm-twin"
 HEADER = ("arm", "speedup", "[95 %]", "beyond the floor", "τ", "accept", "τ of dflash ÷ its τ", "[95 %]")
 KINDS = ("dflash", "untrained", "shuffled", "ngram")
 
@@ -46,31 +43,19 @@ def arms(target, drafter, block_size, ngrams, seed):
         "dflash": DFlashProposer(target, drafter, block_size),
     }
     return [
-        *(Arm(name, "mlx_lm", None, target) for name in ("mlx_lm", TWIN)),
-        Arm("plain", "plain", None, target),
+        *references(target),
         *(Arm(f"ngram-{n}", "ngram", block_size, target, PromptLookup(n)) for n in ngrams),
         *(Arm(f"{kind}-{block_size}", kind, block_size, target, one) for kind, one in proposers.items()),
     ]
 
 
 def findings(result):
-    """{"floor": the twin's, "arms": [each drafting arm against the floor, and its τ against the drafter's]}."""
+    """{"floor": the twin's speedup, "arms": [each drafting arm against it, and its τ against the drafter's]}."""
     arms = experiment.summarise(result)
-    twin = next(arm for arm in arms if arm["name"] == TWIN)["speedup"]
-    floor = twin and width(twin)
+    floor = statistics.twin_floor(arms)
     drafter = next(arm["name"] for arm in arms if arm["kind"] == "dflash")
     drafting = [arm for arm in arms if arm["kind"] in KINDS]
-    return {"floor": floor, "twin": twin, "arms": [beside(result, arm, floor, drafter) for arm in drafting]}
-
-
-def width(speedup):
-    """The floor: how far from 1 an arm identical to the baseline may come, as a ratio of at least 1."""
-    return math.exp(max(abs(math.log(end)) for end in ends(speedup)))
-
-
-def ends(speedup):
-    """A speedup's interval, or its range over prompts where there are too few for one."""
-    return speedup["range"] if speedup["low"] is None else (speedup["low"], speedup["high"])
+    return {"floor": floor, "arms": [beside(result, arm, floor, drafter) for arm in drafting]}
 
 
 def beside(result, arm, floor, drafter):
@@ -78,17 +63,11 @@ def beside(result, arm, floor, drafter):
     return {
         "arm": arm["name"],
         "speedup": arm["speedup"],
-        "beyond": None if floor is None or arm["speedup"] is None else beyond(arm["speedup"], floor),
+        "beyond": statistics.beyond(arm["speedup"], floor),
         "tau": arm["tau"],
         "acceptance_rate": arm["acceptance_rate"],
         "drafter_over": None if arm["name"] == drafter else drafter_over(result["rows"], arm["name"], drafter),
     }
-
-
-def beyond(speedup, floor):
-    """faster or slower where the whole interval lies outside the floor, else no."""
-    low, high = ends(speedup)
-    return "faster" if low > floor else "slower" if high < 1 / floor else "no"
 
 
 def drafter_over(rows, arm, drafter):
@@ -103,17 +82,16 @@ def tables(found):
         [
             one["arm"],
             *shown.ratio(one["speedup"]),
-            one["beyond"] or "–",
+            shown.yes(one["beyond"]),
             shown.fixed(one["tau"] and one["tau"]["pooled"], 2),
             shown.fixed(one["acceptance_rate"], 3),
             *shown.estimate(one["drafter_over"]),
         ]
         for one in found["arms"]
     ]
-    floor, twin = shown.fixed(found["floor"], 3), " ".join(shown.ratio(found["twin"]))
     notes = [
-        f"the floor is {floor}: an identical twin of the baseline came out at {twin}, and an "
-        "arm is beyond the floor where its whole interval (below ten prompts, its range) is further from 1",
+        f"the floor: an identical twin of the baseline came out at {' '.join(shown.ratio(found['floor']))}, and an arm "
+        "is beyond it where the two intervals do not meet; below ten prompts nothing is said",
         "untrained: the drafter's shape with random weights; shuffled: the trained one, the target's features shuffled",
     ]
     return [("controls", HEADER, rows, notes)]

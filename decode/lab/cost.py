@@ -237,7 +237,7 @@ def memory(target, T, W, cycles):
     prompt = mx.get_peak_memory() - held
     del arm
     arm, rows, peaks = Ours(target), tokens(target, W), []
-    arm.prompt(tokens(target, PIECE))
+    arm.prompt(tokens(target, min(T, PIECE)))
     for _ in range(cycles):
         mx.reset_peak_memory()
         held = mx.get_active_memory()

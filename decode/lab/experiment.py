@@ -4,22 +4,27 @@ The walk: prompts are encoded and measured against the context before anything i
 the instrumented pass (stage times need synchronisation, so they never come from the timed one) → the divergence audit
 → figures per arm. A result (schema "foredraft.result/1", DESIGN's keys) also holds what its figures were computed from:
 
+    continued    when the runs began whose saved rounds this one went on with, where it did
+    complete     whether every round, stage and audit was done; a result is saved after each round of arms
     rows         one per arm, prompt and repeat: `tokens` (ids emitted), `seconds` (first emitted token to last),
                  `prefill_seconds`, `proposed_per_cycle`, `accepted_per_cycle`, `committed_per_cycle`,
-                 `forwards_per_cycle` (of the target, a draft pass that runs it included), `loop_fraction`,
-                 `finish`, `place` (position in the interleaving), `disturbed` (reasons, by health.rule)
+                 `forwards_per_cycle` (of the target, a draft pass that runs it included), `redecided` (by a tie
+                 guard's single rows), `loop_fraction`, `finish`, `place` (position in the interleaving),
+                 `disturbed` (reasons, by health.rule)
     stages       one per arm and prompt of the instrumented pass: cycles, and seconds in draft, verify, commit and all
     divergences  one per arm, prompt and distinct outcome that left `plain`: see `ties`
+    census       of the command ties, one per text and width: see `census`
 
 Where an evaluation has parts (one a target, or one a context length), every row, stage, divergence and arm names its
 `part`, and each part has a baseline and a plain arm of its own: nothing is compared across parts here.
 """
 
+import copy
 import dataclasses
 import os
 import time
 
-from decode.lab import health, statistics, ties, timing
+from decode.lab import census, health, statistics, ties, timing
 from decode.lab.prompts import spread
 from drafter import manifest
 from kernels.errors import UserError
@@ -71,33 +76,63 @@ def header(command, argv, config, target, drafter):
     }
 
 
-def run(header, arms, prompts, plan, progress, instrumented=None):
-    """Measure the arms on encoded prompts. Returns the whole result.
+def run(header, arms, prompts, plan, progress, save=lambda result: None, earlier=None, instrumented=None):
+    """Measure the arms on encoded prompts. Returns the whole result, which is its caller's to save once it is done.
 
-    arms: the baseline first, `plain` among them. instrumented: the prompts of the stage pass (a few spread over all).
-    progress: wraps an iterable to show how far it is, as tqdm does;
-    called as progress(iterable, total=…, desc=…).
+    arms: the baseline first, `plain` among them. progress: wraps an iterable to show how far it is, as tqdm does;
+    called as progress(iterable, total=…, desc=…). save: called with the result so far after every prompt's round, so
+    that a killed run leaves what it measured. earlier: such a result, to be gone on with. instrumented: the prompts of
+    the stage pass (a few spread over all).
     """
-    before = health.snapshot()
+    result = header | opening(earlier, arms, prompts, plan)
+    rows, states = result["rows"], result["health"]
+    save(result)
     for _ in progress(timing.warm_up(arms, prompts, plan), total=plan.warmup * len(arms), desc="warm-up"):
         pass
-    total = plan.repeats * len(prompts) * len(arms)
-    rows = [as_row(*found) for found in progress(timing.timed_rows(arms, prompts, plan), total=total, desc="timed")]
-    after = health.snapshot()
+    done = {(row["repeat"], row["prompt"], row.get("part")) for row in rows}
+    total = len(timing.places(arms, prompts, plan) - done)
+    for found in progress(timing.rounds(arms, prompts, plan, done), total=total, desc="timed"):
+        rows += as_rows(*found)
+        states["between"].append(as_check(arms, *found))
+        states["flagged_rows"] = flagged(rows)
+        save(result)
+    states["after"] = health.snapshot()
     staged = spread(prompts, INSTRUMENTED) if instrumented is None else instrumented
     pairs = [(arm, prompt) for prompt in staged for arm in arms if arm.kind != "mlx_lm"]
-    stages = [as_stage(arm, prompt, plan) for arm, prompt in progress(pairs, total=len(pairs), desc="stages")]
+    result["stages"] = [as_stage(*pair, plan) for pair in progress(pairs, total=len(pairs), desc="stages")]
+    save(result)
     cases = diverging(rows, [arm for arm in arms if arm.block_size])
-    audited = [examine(case, prompts, plan) for case in progress(cases, total=len(cases), desc="divergences")]
-    flagged = [index for index, row in enumerate(rows) if row["disturbed"]]
-    result = header | {
-        "health": {"before": before, "after": after, "rule": health.RULE, "flagged_rows": flagged},
-        "arms": [described(arm, part) for part in parts_of(rows) for arm in arms if arm.part in (None, part)],
-        "rows": rows,
-        "stages": stages,
-        "divergences": audited,
+    result["divergences"] = [examine(case, prompts, plan) for case in progress(cases, total=len(cases), desc="audit")]
+    states["drift"] = drift(result)
+    return result | {"complete": True, "arms": summarise(result)}
+
+
+def opening(earlier, arms, prompts, plan):
+    """The measured part of a result before its first round, or that of an earlier result to be gone on with."""
+    states = {"before": health.snapshot(), "between": [], "after": None, "rule": health.RULE, "flagged_rows": []}
+    fresh = {
+        "complete": False,
+        "health": states | {"headline": plan.headline},
+        "arms": listed(arms, prompts),
+        "rows": [],
+        "stages": [],
+        "divergences": [],
     }
-    return result | {"arms": summarise(result)}
+    if not earlier:
+        return fresh
+    kept = copy.deepcopy({key: earlier[key] for key in ("health", "rows")})
+    return fresh | kept | {"continued": [*earlier.get("continued", []), earlier["provenance"]["created"]]}
+
+
+def flagged(rows):
+    """The indices of the disturbed rows."""
+    return [index for index, row in enumerate(rows) if row["disturbed"]]
+
+
+def listed(arms, prompts):
+    """What a result says of its arms before their figures, part by part."""
+    parts = dict.fromkeys(arm.part or prompt.part for prompt in prompts for arm in arms)
+    return [described(arm, part) for part in parts for arm in arms if arm.part in (None, part)]
 
 
 def described(arm, part):
@@ -120,30 +155,45 @@ def in_part(records, part):
     return [record for record in records if record.get("part") == part]
 
 
+def label(arm):
+    """An arm's name, with its part where there are several."""
+    return f"{arm['part']} {arm['name']}" if "part" in arm else arm["name"]
+
+
+def as_check(arms, repeat, prompt, runs, ailments):
+    """What was wrong with the machine around one round."""
+    found = {"repeat": repeat, "prompt": prompt.id, "ailments": ailments}
+    return found | marked(timing.part_of(arms, prompt))
+
+
+def as_rows(repeat, prompt, runs, ailments):
+    """The result rows of one round."""
+    return [as_row(arm, prompt, place, repeat, run, alone + ailments) for arm, place, run, alone in runs]
+
+
 def as_row(arm, prompt, place, repeat, run, disturbed):
     """The result row of one timed run."""
-    return (
-        {
-            "arm": arm.name,
-            "prompt": prompt.id,
-            "category": prompt.category,
-            "repeat": repeat,
-            "place": place,
-            "prompt_tokens": len(prompt.tokens),
-            "tokens": list(run.tokens),
-            "seconds": run.seconds,
-            "prefill_seconds": run.prefill_seconds,
-            "finish": run.finish,
-            "proposed_per_cycle": [cycle.proposed for cycle in run.cycles],
-            "accepted_per_cycle": [cycle.accepted for cycle in run.cycles],
-            "committed_per_cycle": [cycle.committed for cycle in run.cycles],
-            "forwards_per_cycle": [cycle.forwards for cycle in run.cycles],
-            "loop_fraction": statistics.loop_fraction(run.tokens),
-            "disturbed": disturbed,
-        }
-        | marked(arm.part or prompt.part)
-        | told(run.cycles)
-    )
+    return {
+        "arm": arm.name,
+        "prompt": prompt.id,
+        "category": prompt.category,
+        "repeat": repeat,
+        "place": place,
+        "prompt_tokens": len(prompt.tokens),
+        "tokens": list(run.tokens),
+        "seconds": run.seconds,
+        "prefill_seconds": run.prefill_seconds,
+        "finish": run.finish,
+        "proposed_per_cycle": [cycle.proposed for cycle in run.cycles],
+        "accepted_per_cycle": [cycle.accepted for cycle in run.cycles],
+        "committed_per_cycle": [cycle.committed for cycle in run.cycles],
+        "forwards_per_cycle": [cycle.forwards for cycle in run.cycles],
+        "redecided": sum(cycle.redecided for cycle in run.cycles),
+        "loop_fraction": statistics.loop_fraction(run.tokens),
+        "disturbed": disturbed,
+        **marked(arm.part or prompt.part),
+        **told(run.cycles),
+    }
 
 
 def told(cycles):
@@ -157,9 +207,19 @@ def as_stage(arm, prompt, plan):
     run = arm.run(prompt.tokens, plan.max_tokens, clock=time.perf_counter)
     timing.settle()
     spent = {stage: sum(cycle.seconds[stage] for cycle in run.cycles) for stage in statistics.STAGES}
-    return {"arm": arm.name, "prompt": prompt.id, "cycles": len(run.cycles), "seconds": run.seconds, **spent} | marked(
-        arm.part or prompt.part
-    )
+    found = {"arm": arm.name, "prompt": prompt.id, "cycles": len(run.cycles), "seconds": run.seconds}
+    return found | spent | marked(arm.part or prompt.part)
+
+
+def take_census(result, target, prompts, widths, progress, save):
+    """Add the census of decisions over plain's texts to a measured result, saved, still as a part, after every text."""
+    asked = {prompt.id: prompt.tokens for prompt in prompts}
+    texts = [row for row in result["rows"] if row["arm"] == "plain" and row["repeat"] == 0]
+    result["census"] = []
+    for row in progress(texts, total=len(texts), desc="census"):
+        found = census.count(target, asked[row["prompt"]], row["tokens"], widths)
+        result["census"] += [{"prompt": row["prompt"], **counted} for counted in found]
+        save(result | {"complete": False})
 
 
 def diverging(rows, arms):
@@ -186,9 +246,8 @@ def examine(case, prompts, plan):
     replayed = list(tokens[: position + 1]) == row["tokens"][: position + 1]
     verify = locate(verifies, position) if replayed else rebuilt(row, position)
     record = ties.audit(arm.target, prompt.tokens, expected, row["tokens"], verify)
-    return {"arm": arm.name, "prompt": row["prompt"], "repeat": row["repeat"], "replayed": replayed, **record} | marked(
-        row.get("part")
-    )
+    named = {"arm": arm.name, "prompt": row["prompt"], "repeat": row["repeat"], "replayed": replayed}
+    return named | record | marked(row.get("part"))
 
 
 def locate(verifies, position):
@@ -219,7 +278,7 @@ def summarise(result):
 def summarise_part(result, part):
     """The figures of the arms of one part."""
     rows, arms, stages, audited = (in_part(result[name], part) for name in ("rows", "arms", "stages", "divergences"))
-    arms = [arm | marked(part) for arm in statistics.summarise(rows, arms)]
+    arms = [arm | marked(part) for arm in statistics.summarise(rows, arms, headline(result))]
     stages, audited = statistics.group(stages, "arm"), statistics.group(audited, "arm")
     for arm in arms:
         arm["ms"] = statistics.stage_ms(stages[arm["name"]]) if arm["name"] in stages else None
@@ -227,17 +286,51 @@ def summarise_part(result, part):
     return arms
 
 
+def only(result, part):
+    """What an earlier result has of one part, to be gone on with."""
+    between = in_part(result["health"]["between"], part)
+    return result | {"rows": in_part(result["rows"], part), "health": result["health"] | {"between": between}}
+
+
 def join(header, results):
     """One result of several that were measured one after another, each part with arms of its own."""
     whole = {name: [record for found in results for record in found[name]] for name in JOINED}
-    health = results[0]["health"] | {"after": results[-1]["health"]["after"]}
-    flagged = [index for index, row in enumerate(whole["rows"]) if row["disturbed"]]
-    return header | {"health": health | {"flagged_rows": flagged}, **whole}
+    first, last = results[0], results[-1]
+    between = [check for found in results for check in found["health"]["between"]]
+    states = {"between": between, "after": last["health"]["after"], "flagged_rows": flagged(whole["rows"])}
+    continued = {"continued": first["continued"]} if "continued" in first else {}
+    joined = header | {"complete": all(found["complete"] for found in results), **continued, **whole}
+    joined["health"] = first["health"] | states
+    joined["health"]["drift"] = drift(joined)
+    return joined
+
+
+def compare(result, reference, arm):
+    """`statistics.speedup` of one arm over another that is not the baseline, from the rows that headlines count."""
+    by_arm = statistics.group(counted(result), "arm")
+    return statistics.compare(*(by_arm.get(name, []) for name in (reference, arm)))
+
+
+def drift(result):
+    """How the plain loop's pace changed over the run, one a part where it can be told; see `statistics.drift`."""
+    plain = statistics.group(counted(result), "arm").get("plain", [])
+    found = [(part, statistics.drift(in_part(plain, part))) for part in parts_of(plain)]
+    return [one | marked(part) for part, one in found if one]
+
+
+def counted(result):
+    """The rows that a result's headlines count."""
+    return statistics.counted(result["rows"], headline(result))
+
+
+def headline(result):
+    """Which rows a result's headlines count; one of before there was a choice counts every row."""
+    return result["health"].get("headline", statistics.EVERY)
 
 
 def loops(result):
-    """The prompts whose plain continuation loops, in any part."""
-    return statistics.looping(statistics.group(result["rows"], "arm")["plain"])
+    """The prompts whose plain continuation loops."""
+    return statistics.looping(statistics.group(result["rows"], "arm").get("plain", []))
 
 
 def environment():

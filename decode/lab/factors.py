@@ -29,23 +29,36 @@ def arms(target, variant, drafter, carried, block_size, names):
 
 
 def findings(result):
-    """{"weights": the two parts, "cells": seconds per token, "effects", "shares", "lossless"}."""
+    """{"weights": the two parts, "cells": seconds per token, "effects", "shares", "lossless"}.
+
+    Cells, effects and shares are None where no prompt has a time in every cell.
+    """
     arms = experiment.summarise(result)
     base, other = experiment.parts_of(arms)
     on = next(arm["name"] for arm in arms if arm["kind"] in lab_arms.DRAFTERS)
-    cells = [cell(result["rows"], part, name) for part in (base, other) for name in ("mlx_lm", on)]
+    rows = undisturbed(experiment.counted(result), [arm for arm in arms if arm["name"] in ("mlx_lm", on)])
+    cells = [cell(rows, part, name) for part in (base, other) for name in ("mlx_lm", on)]
     ids = [id for id in cells[0] if all(found.get(id, (0, 0))[1] for found in cells)]
     units = [tuple(found[id] for found in cells) for id in ids]
+    found = {"weights": [base, other], "lossless": lossless(result["rows"], arms, on)}
+    if not units:
+        return found | {"cells": None, "effects": None, "shares": None}
+    seconds = [statistics.per_token([unit[i] for unit in units]) for i in range(4)]
     effects = {name: statistics.estimate(units, lambda units, name=name: effect(units)[name]) for name in EFFECTS}
-    return {
-        "weights": [base, other],
-        "cells": {
-            key: statistics.per_token([unit[i] for unit in units]) for i, key in enumerate(("00", "01", "10", "11"))
-        },
+    return found | {
+        "cells": dict(zip(("00", "01", "10", "11"), seconds, strict=True)),
         "effects": effects,
         "shares": shares({name: found["value"] for name, found in effects.items()}),
-        "lossless": lossless(result["rows"], arms, on),
     }
+
+
+def undisturbed(rows, arms):
+    """The rows of the rounds that have a row of each of these arms, so that all cells rest on the same rounds."""
+    cells = {(arm["part"], arm["name"]) for arm in arms}
+    rounds = {}
+    for row in rows:
+        rounds.setdefault((row["prompt"], row["repeat"]), set()).add((row["part"], row["arm"]))
+    return [row for row in rows if cells <= rounds[row["prompt"], row["repeat"]]]
 
 
 def cell(rows, part, arm):
@@ -61,11 +74,10 @@ def effect(units):
 
 
 def shares(effects):
-    """Each factor's share of the whole; None where both together change next to nothing."""
-    if abs(effects["both"]) < 1e-3:
-        return None
-    half = effects["interaction"] / 2
-    return {name: (effects[name] + half) / effects["both"] for name in ("drafting", "weights")}
+    """Each factor's share of the whole; None where the two pull apart, or change nothing: no whole to share."""
+    half, both = effects["interaction"] / 2, effects["both"]
+    found = {name: (effects[name] + half) / both if both else -1.0 for name in ("drafting", "weights")}
+    return found if min(found.values()) >= 0 else None
 
 
 def lossless(rows, arms, on):
@@ -83,7 +95,7 @@ def lossless(rows, arms, on):
 def tables(found):
     """What a report shows: [(title, header, rows of text, notes)]."""
     kept, rows = found["lossless"], []
-    for name in EFFECTS:
+    for name in found["effects"] or ():
         one = found["effects"][name]
         ratio = {key: None if one[key] is None else math.exp(one[key]) for key in ("value", "low", "high")}
         share = found["shares"] and found["shares"].get(name)

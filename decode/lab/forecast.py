@@ -19,7 +19,7 @@ import statistics as middle
 import mlx.core as mx
 import numpy as np
 
-from decode.lab import cost, experiment, shown, statistics
+from decode.lab import cost, experiment, shown
 from decode.proposers import DFlashProposer
 
 TERMS = ("a", "b", "c", "d")
@@ -149,8 +149,8 @@ def findings(result):
     plain = next(arm for arm in arms if arm["name"] == "plain")
     if not drafted or not plain["ms"] or not drafted[-1]["survival"]:
         return None
-    widest, rows = drafted[-1], statistics.group(result["rows"], "arm")
-    sizes = [foretold(arm, widest["survival"], plain, rows) for arm in drafted]
+    widest = drafted[-1]
+    sizes = [foretold(result, arm, widest["survival"], plain) for arm in drafted]
     choose = lambda key: max(sizes, key=lambda one: one[key] or 0.0)["B"]
     return {
         "from": widest["name"],
@@ -159,11 +159,11 @@ def findings(result):
     }
 
 
-def foretold(arm, survival, plain, rows):
+def foretold(result, arm, survival, plain):
     """One block size: what was foretold of it, and what came."""
     B = arm["block_size"]
     tau = 1 + sum(survival[: B - 1])
-    measured = statistics.speedup(*(statistics.timings(rows[name]) for name in ("plain", arm["name"])))
+    measured = experiment.compare(result, "plain", arm["name"])
     return {
         "B": B,
         "tau_foretold": tau,

@@ -1,30 +1,34 @@
-"""The machine's state: a full snapshot before and after an experiment, a cheap pulse around every row.
+"""The machine's state and the rule that flags a row: pulses beside every row, checks between prompts, snapshots around.
 
-What a platform does not offer is None, never a guess. Linux: /proc and /sys; macOS: sysctl, vm_stat and pmset; NVIDIA:
-nvidia-smi. Pulses read files only and stay outside the clock.
+    pulse      counters from files only, read before and after every row; two of them give what happened in between
+    check      what needs programs or a longer look (who else is busy, priority, heat, clocks), before and after all
+               the arms of one prompt: what is wrong at either end flags every row of that prompt's round
+    snapshot   everything, before and after the whole run, for the record
+
+All of it stays outside the clock. What a platform does not offer is None and flags nothing.
 """
 
 import dataclasses
 import os
-import pathlib
-import re
-import subprocess
-import sys
 import time
 
-PROC = pathlib.Path("/proc")
-CPU = pathlib.Path("/sys/devices/system/cpu")
+from decode.lab import sensors
 
 # Assumed bounds, all of them: chosen to catch a second busy process on a small machine, never fitted to results.
 OTHERS_SHARE = 0.10  # of the machine's cores, in use by other processes during the row
+HEAVY_SHARE = 0.50  # of one core, in use by one other process while a prompt's arms ran
 STOLEN_SHARE = 0.02  # of the machine's cores, taken by the hypervisor
 LEAST_MEMORY = 0.05  # of memory, still available
+STALLED_SHARE = 0.10  # of the last ten seconds, in which some task waited for memory
+LEAST_SPEED = 100  # percent: macOS's CPU_Speed_Limit where nothing is throttled
+SLOW_CLASSES = ("utility", "background")  # macOS QoS classes that are kept to the slow cores
 RULE = (
     f"a row is flagged when, while it ran, other processes used more than {OTHERS_SHARE:.0%} of all cores (without "
     f"/proc: load average above the core count), the hypervisor took more than {STOLEN_SHARE:.0%}, pages were "
-    f"swapped, the CPU was throttled, or less than {LEAST_MEMORY:.0%} of memory stayed available"
+    f"swapped, the CPU was throttled, or less than {LEAST_MEMORY:.0%} of memory stayed available; and when, around "
+    f"its prompt's arms, one other process used more than {HEAVY_SHARE:.0%} of a core, this process had a lowered "
+    "priority, the machine reported heat, throttling or memory pressure, or a GPU was slowed to protect it"
 )
-GPU_FIELDS = "name,clocks.sm,clocks.max.sm,temperature.gpu,utilization.gpu,power.draw,memory.used,memory.total"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,20 +46,36 @@ class Pulse:
     available: float | None = None  # share of memory
 
 
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """The state between two prompts, as `sensors` gives it; heavy and others need a check before to be known."""
+
+    wall: float
+    niceness: int | None = None
+    qos: str | None = None
+    thermal: str | None = None
+    speed_limit: int | None = None
+    hot_zones: list | None = None
+    memory: str | float | None = None
+    slow_gpus: list | None = None
+    busiest: list | None = None  # macOS
+    processes: dict | None = None  # Linux: {pid: (name, niceness, CPU seconds)}
+
+
 def pulse():
     """A pulse now."""
     own = os.times()
-    stat = parse_stat(read(PROC / "stat"))
+    stat = sensors.parse_stat(sensors.read(sensors.PROC / "stat"))
     return Pulse(
         wall=time.perf_counter(),
         own=own.user + own.system,
-        load=load_average()[0],
+        load=sensors.load_average()[0],
         cores=os.cpu_count() or 1,
         busy=stat and stat["busy"],
         stolen=stat and stat["stolen"],
-        swapped=parse_swaps(read(PROC / "vmstat")),
-        throttled=number(read(CPU / "cpu0/thermal_throttle/package_throttle_count")),
-        available=available_share(parse_meminfo(read(PROC / "meminfo"))),
+        swapped=sensors.parse_swaps(sensors.read(sensors.PROC / "vmstat")),
+        throttled=sensors.throttle_events(),
+        available=available_share(sensors.parse_meminfo(sensors.read(sensors.PROC / "meminfo"))),
     )
 
 
@@ -88,123 +108,77 @@ def share(before, after, name):
     return used / max(after.wall - before.wall, 1e-9) / after.cores
 
 
+def check():
+    """A check now; may run small programs, so never inside the clock."""
+    return Check(
+        wall=time.perf_counter(),
+        niceness=sensors.niceness(),
+        qos=sensors.qos_class(),
+        thermal=sensors.thermal_pressure(),
+        speed_limit=(sensors.speed_limits() or {}).get("CPU_Speed_Limit"),
+        hot_zones=sensors.hot_zones(),
+        memory=sensors.memory_pressure(),
+        slow_gpus=[(gpu["name"], words) for gpu in sensors.gpus() or [] for words in sensors.slowdowns(gpu)],
+        busiest=sensors.busiest(),
+        processes=sensors.processes(),
+    )
+
+
+def ailments(before, after):
+    """What was wrong at one of two checks, or between them: a list of reasons, by RULE."""
+    found = [reason for state in (before, after) for reason in standing(state)]
+    found += [f"{name} (niceness {nice}) used {used:.0%} of a core" for name, nice, used in heavy(before, after)]
+    return list(dict.fromkeys(found))
+
+
+def standing(state):
+    """What is wrong at one check."""
+    stalled = isinstance(state.memory, float) and state.memory > STALLED_SHARE
+    said = {
+        f"this process has niceness {state.niceness}": (state.niceness or 0) > 0,
+        f"this process has QoS class {state.qos}": state.qos in SLOW_CLASSES,
+        f"thermal pressure is {state.thermal}": state.thermal not in (None, "nominal"),
+        f"CPU speed limited to {state.speed_limit} %": (state.speed_limit or LEAST_SPEED) < LEAST_SPEED,
+        f"memory pressure is {state.memory}": stalled or state.memory in ("warning", "critical"),
+    }
+    hot = ["thermal zone {zone} at {celsius:.0f} °C, trip {trip:.0f}".format(**zone) for zone in state.hot_zones or []]
+    return [words for words, holds in said.items() if holds] + hot + [": ".join(gpu) for gpu in state.slow_gpus or []]
+
+
+def heavy(before, after):
+    """[(name, niceness, share of one core)] of other processes above HEAVY_SHARE between two checks, busiest first."""
+    span, own = max(after.wall - before.wall, 1e-9), os.getpid()
+    earlier, later = before.processes or {}, after.processes or {}
+    used = [
+        (name, nice, (seconds - earlier.get(pid, (name, nice, 0.0))[2]) / span)  # a new process used all it has since
+        for pid, (name, nice, seconds) in later.items()
+        if pid != own
+    ]
+    return sorted((one for one in used + (after.busiest or []) if one[2] > HEAVY_SHARE), key=lambda one: -one[2])
+
+
 def snapshot():
     """The machine's state in full, for a result file; may run small programs, so never near the clock."""
-    memory = parse_meminfo(read(PROC / "meminfo")) or parse_vm_stat(ask("vm_stat"), memory_total())
     return {
-        "load": load_average(),
+        "load": sensors.load_average(),
         "cores": os.cpu_count(),
-        "niceness": os.nice(0) if hasattr(os, "nice") else None,
-        "cpu_mhz": clock(),
-        "throttle_events": number(read(CPU / "cpu0/thermal_throttle/package_throttle_count")),
-        "thermal": parse_therm(ask("pmset", "-g", "therm")) if sys.platform == "darwin" else None,
-        "memory": memory,
-        "swap_activity_pages": parse_swaps(read(PROC / "vmstat")),
-        "swap_usage": ask("sysctl", "-n", "vm.swapusage") if sys.platform == "darwin" else None,
-        "gpus": parse_gpus(ask("nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader,nounits")),
+        "niceness": sensors.niceness(),
+        "qos": sensors.qos_class(),
+        "cpu_mhz": sensors.clock(),
+        "throttle_events": sensors.throttle_events(),
+        "thermal": sensors.speed_limits(),
+        "thermal_pressure": sensors.thermal_pressure(),
+        "hot_zones": sensors.hot_zones(),
+        "memory": sensors.memory(),
+        "memory_pressure": sensors.memory_pressure(),
+        "swap_activity_pages": sensors.parse_swaps(
+            sensors.read(sensors.PROC / "vmstat") or (sensors.ask("vm_stat") if sensors.on_mac() else None)
+        ),
+        "swap_usage": sensors.ask("sysctl", "-n", "vm.swapusage") if sensors.on_mac() else None,
+        "gpus": sensors.gpus(),
     }
-
-
-def load_average():
-    """Load over 1, 5 and 15 minutes."""
-    try:
-        return [round(value, 2) for value in os.getloadavg()]
-    except (OSError, AttributeError):
-        return [None, None, None]
-
-
-def memory_total():
-    """Bytes of physical memory."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, AttributeError):
-        return None
-
-
-def clock():
-    """{now, highest} of core 0 in MHz: from cpufreq, else from /proc/cpuinfo, which knows no highest."""
-    now, highest = (number(read(CPU / f"cpu0/cpufreq/{name}")) for name in ("scaling_cur_freq", "cpuinfo_max_freq"))
-    if now:
-        return {"now": now / 1000, "highest": highest and highest / 1000}
-    found = re.search(r"cpu MHz\s*:\s*([\d.]+)", read(PROC / "cpuinfo") or "")
-    return {"now": float(found[1]), "highest": None} if found else None
-
-
-def parse_stat(text):
-    """{busy, stolen} CPU seconds since boot, from /proc/stat's first line."""
-    if not text:
-        return None
-    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, text.split("\n", 1)[0].split()[1:9])
-    tick = os.sysconf("SC_CLK_TCK")
-    return {"busy": (user + nice + system + irq + softirq) / tick, "stolen": steal / tick}
-
-
-def parse_swaps(text):
-    """Pages swapped in and out since boot, from /proc/vmstat."""
-    found = re.findall(r"^pswp(?:in|out) (\d+)$", text or "", re.MULTILINE)
-    return sum(map(int, found)) if found else None
-
-
-def parse_meminfo(text):
-    """{total, available} bytes, from /proc/meminfo."""
-    found = dict(re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB$", text or "", re.MULTILINE))
-    if len(found) < 2:
-        return None
-    return {"total": int(found["MemTotal"]) * 1024, "available": int(found["MemAvailable"]) * 1024}
-
-
-def parse_vm_stat(text, total):
-    """{total, available} bytes, from macOS's vm_stat: free, inactive and speculative pages count as available."""
-    page = re.search(r"page size of (\d+) bytes", text or "")
-    if not page:
-        return None
-    pages = re.findall(r"^Pages (?:free|inactive|speculative):\s+(\d+)\.", text, re.MULTILINE)
-    return {"total": total, "available": sum(map(int, pages)) * int(page[1])}
-
-
-def parse_therm(text):
-    """{name: value} of the limits that macOS's pmset prints, such as CPU_Speed_Limit (100 when not throttled)."""
-    return {name: int(value) for name, value in re.findall(r"(\w+)\s*=\s*(\d+)", text or "")} or None
-
-
-def parse_gpus(text):
-    """One dict per GPU, from nvidia-smi's csv; numbers in MHz, °C, %, W and MiB."""
-    if not text:
-        return None
-    names = GPU_FIELDS.split(",")
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
-    return [{name: as_number(cell) for name, cell in zip(names, row, strict=False)} for row in rows]
 
 
 def available_share(memory):
     """Available ÷ total."""
     return memory and memory["available"] / memory["total"]
-
-
-def as_number(cell):
-    """A cell as a float, or as its text where it is none ("[N/A]")."""
-    try:
-        return float(cell)
-    except ValueError:
-        return cell
-
-
-def number(text):
-    """A file's whole number, or None."""
-    return int(text) if text and text.strip().isdigit() else None
-
-
-def read(path):
-    """A file's text, or None where it is not there to be read."""
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError):
-        return None
-
-
-def ask(*command):
-    """A program's standard output, or None where it is missing, fails or takes over five seconds."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None

@@ -40,6 +40,12 @@ class Setup:
         return dataclasses.asdict(self)
 
 
+def recalled(record):
+    """The Setup of a record read back from JSON, whose keys are text: a run that is gone on with keeps its own."""
+    costs = {int(B): ms for B, ms in record["costs"].items()}
+    return Setup(costs, record["best"], record["threshold"], {name: tuple(ab) for name, ab in record["lines"].items()})
+
+
 def prepare(target, drafter, sizes, prompts, plan, progress):
     """Measure a Setup on prompts of its own; each kind of run is warmed up once."""
     fixed = [lab_arms.Arm("plain", "plain", None, target), *fixed_arms(target, drafter, sizes)]
@@ -116,17 +122,12 @@ def policy_arm(target, drafter, name, size, policy):
     return lab_arms.Arm(name, "policy", size, target, DFlashProposer(target, drafter, 2), policy=policy)
 
 
-def base(target):
-    """The arms that everything is beside."""
-    return [lab_arms.Arm(name, name, None, target) for name in ("mlx_lm", "plain")]
-
-
 def adaptive(target, drafter, sizes, setup):
     """The arms of `adaptive`: every fixed B, and the policies at the largest."""
     most = max(sizes)
     made = functools.partial(policy_arm, target, drafter)
     return [
-        *base(target),
+        *lab_arms.references(target),
         *fixed_arms(target, drafter, sizes),
         cut(target, drafter, most, "entropy", setup.threshold, setup.lines["entropy"]),
         made("survival", most, functools.partial(schedule.Survival, most, setup.threshold)),
@@ -140,7 +141,7 @@ def confidence(target, drafter, sizes, setup, thresholds):
     most, line = max(sizes), setup.lines["confidence"]
     chosen = sorted({0.0, *thresholds, round(setup.threshold, 2)})
     cuts = [cut(target, drafter, most, "confidence", threshold, line) for threshold in chosen]
-    return [*base(target), *fixed_arms(target, drafter, sizes), *cuts]
+    return [*lab_arms.references(target), *fixed_arms(target, drafter, sizes), *cuts]
 
 
 def findings(result):
@@ -151,7 +152,7 @@ def findings(result):
     told = {name: spoken_rows(by_arm, arms, name) for name in MEASURES}
     return {
         "fixed": fixed,
-        "policies": [beside(by_arm, arm, fixed) for arm in arms if arm["kind"] in ("dflash", "policy")],
+        "policies": [beside(result, arm, fixed) for arm in arms if arm["kind"] in ("dflash", "policy")],
         "calibration": {
             name: calibration.findings(rows, setup["lines"][name]) for name, rows in told.items() if rows
         },
@@ -164,16 +165,16 @@ def spoken_rows(by_arm, arms, measure):
     return [row for row in by_arm[min(cuts)] if "confidence_per_cycle" in row] if cuts else []
 
 
-def beside(by_arm, arm, fixed):
+def beside(result, arm, fixed):
     """One policy's figures, and its speed over the chosen fixed arm's, paired over prompts."""
-    rows = by_arm[arm["name"]]
+    rows = [row for row in result["rows"] if row["arm"] == arm["name"]]
     widths = [1 + proposed for row in rows for proposed in row["proposed_per_cycle"]]
     own = arm["name"] == fixed
     return {
         "arm": arm["name"],
         "kind": arm["kind"],
         "speedup": arm["speedup"],
-        "over_fixed": None if own else statistics.speedup(statistics.timings(by_arm[fixed]), statistics.timings(rows)),
+        "over_fixed": None if own else experiment.compare(result, fixed, arm["name"]),
         "tau": arm["tau"],
         "mean_width": sum(widths) / len(widths) if widths else None,
         "proposed": sum(widths) - len(widths),

@@ -6,7 +6,7 @@ staged-D-V       the rest is offered in later cycles, without a draft pass, as l
 """
 
 from decode.lab import arms as lab_arms
-from decode.lab import experiment, shown, statistics
+from decode.lab import experiment, shown
 from decode.proposers import DFlashProposer, StagedProposer
 
 HEADER = ("arm", "speedup", "[95 %]", "over dflash-V", "[95 %]", "τ", "draft ms", "verify ms", "cycle ms", "identical")
@@ -27,19 +27,15 @@ def arms(target, drafter, drafted, verified):
 
 def findings(result):
     """[each drafting arm, with its speed over the arm that drafts and verifies as many rows as it verifies]."""
-    by_arm = statistics.group(result["rows"], "arm")
-    return [beside(by_arm, arm) for arm in experiment.summarise(result) if arm["block_size"]]
+    return [beside(result, arm) for arm in experiment.summarise(result) if arm["block_size"]]
 
 
-def beside(by_arm, arm):
+def beside(result, arm):
     """One arm's figures."""
     reference = f"dflash-{arm['block_size']}"
+    kept = {name: arm[name] for name in ("speedup", "tau", "ms", "identical", "prompts")}
     own = arm["name"] == reference
-    times = [statistics.timings(by_arm[name]) for name in (reference, arm["name"])]
-    kept = ("speedup", "tau", "ms", "identical", "prompts")
-    return {"arm": arm["name"], "over": None if own else statistics.speedup(*times)} | {
-        name: arm[name] for name in kept
-    }
+    return {"arm": arm["name"], "over": None if own else experiment.compare(result, reference, arm["name"])} | kept
 
 
 def tables(found):

@@ -10,10 +10,14 @@ never count as k prompts. The first emitted token comes from prefill: it is in n
 import collections
 import math
 
+from decode.lab import intervals
+
 LOOP_NGRAM = 8  # tokens; cited: the length at which a prior lab on gated LoRA drafting called a continuation looping
 LOOP_SHARE = 0.05  # of 8-gram starts; cited: same
-CONFIDENCE = 0.95
 STAGES = ("draft", "verify", "commit")
+GUARD = "-guard"  # and ULPs end the name of an arm under a tie guard
+TWIN = "-twin"  # ends the name of an arm that repeats another: their ratio is the noise floor
+QUIET, EVERY = "undisturbed rows", "every row"  # what headlines are computed from
 FEWEST_PROMPTS = 10  # assumed: below it a t interval's tails rest on too few prompts, so only the range is given
 
 
@@ -21,32 +25,6 @@ def loop_fraction(tokens, n=LOOP_NGRAM):
     """Share of n-gram starts in `tokens` whose n-gram stood at an earlier start; 0 where there is no n-gram."""
     grams = [tuple(tokens[start : start + n]) for start in range(len(tokens) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
-
-
-def t_quantile(probability, freedom):
-    """Quantile of Student's t, by bisection on its distribution function; probability > .5, whole degrees of freedom.
-
-    For whole degrees of freedom the distribution is a finite sum (Abramowitz & Stegun 26.7.3 and 26.7.4).
-    """
-    low, high = 0.0, 1e3
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_distribution(middle, freedom) < probability else (low, middle)
-    return low
-
-
-def t_distribution(t, freedom):
-    """P(T <= t) for t >= 0."""
-    angle = math.atan(t / math.sqrt(freedom))
-    odd = freedom % 2
-    term, total = (math.cos(angle), 0.0) if odd else (1.0, 0.0)
-    for index in range(1 + odd, freedom, 2):  # cos^1, cos^3 … or cos^0, cos^2 …, each times (index)/(index+1)
-        total += term
-        term *= math.cos(angle) ** 2 * index / (index + 1)
-    central = math.sin(angle) * total
-    if odd:
-        central = (angle + central) * 2 / math.pi
-    return 0.5 + central / 2
 
 
 def pooled_ratio(baseline, arm):
@@ -59,31 +37,25 @@ def per_token(pairs):
     return sum(seconds for seconds, _ in pairs) / sum(tokens for _, tokens in pairs)
 
 
-def ratio_interval(baseline, arm, confidence=CONFIDENCE):
-    """Jackknife t interval over prompts for the log of the pooled ratio; returns (low, high).
+def log_ratio(pairs):
+    """Log of the pooled ratio; pairs: ((baseline's seconds, tokens), (the arm's)), one a prompt."""
+    return math.log(pooled_ratio(*zip(*pairs, strict=True)))
 
-    Pseudo-values p_i = n·θ − (n−1)·θ_(−i) of θ = log ratio are treated as n draws (Tukey 1958): mean ± t(n−1)·sd/√n,
-    then exponentiated. Measured coverage of a 95 % interval at 12 prompts, over six distributions of lengths and
-    speedups (20,000 draws each): .939 to .953, where the percentile bootstrap gave .895 to .912.
+
+def ratio_interval(baseline, arm, confidence=intervals.CONFIDENCE):
+    """Jackknife t interval over prompts for the pooled ratio, by its log; returns (low, high).
+
+    Baseline and arm stay paired within each prompt. Measured coverage of a 95 % interval at 12 prompts, over six
+    distributions of lengths and speedups (20,000 draws each): .939 to .953, where resampling the prompts (the
+    percentile bootstrap) gave .895 to .912, for it knows nothing of small samples.
     """
-    log_ratio = lambda pairs: math.log(pooled_ratio(*zip(*pairs)))
-    low, high = jackknife(list(zip(baseline, arm, strict=True)), log_ratio, confidence)
-    return math.exp(low), math.exp(high)
-
-
-def jackknife(units, figure, confidence=CONFIDENCE):
-    """The t interval (low, high) of figure(units) from its pseudo-values; units: a list with one entry a prompt."""
-    n, whole = len(units), figure(units)
-    pseudo = [n * whole - (n - 1) * figure(without(units, i)) for i in range(n)]
-    mean = sum(pseudo) / n
-    error = math.sqrt(sum((value - mean) ** 2 for value in pseudo) / (n - 1) / n)
-    half = t_quantile((1 + confidence) / 2, n - 1) * error
-    return mean - half, mean + half
+    ends = intervals.jackknife(list(zip(baseline, arm, strict=True)), log_ratio, confidence)
+    return tuple(map(math.exp, ends))
 
 
 def estimate(units, figure):
     """{"value", "low", "high", "prompts"} of a figure of units, one a prompt; low and high are None below ten."""
-    low, high = jackknife(units, figure) if len(units) >= FEWEST_PROMPTS else (None, None)
+    low, high = intervals.jackknife(units, figure) if len(units) >= FEWEST_PROMPTS else (None, None)
     return {"value": figure(units), "low": low, "high": high, "prompts": len(units)}
 
 
@@ -104,31 +76,107 @@ def estimate_means(first, second):
     return estimate(units, lambda units: mean(units, 1) / mean(units, 0)) if units else None
 
 
-def without(items, index):
-    """All but one."""
-    return items[:index] + items[index + 1 :]
-
-
-def speedup(baseline, arm):
+def speedup(baseline, arm, compared=1):
     """Speedup of an arm, paired over prompts; both map prompt id to (seconds, tokens), repeats averaged.
 
-    `low` and `high` are a 95 % interval, and None below ten prompts; `range` is the least and greatest ratio of one
-    prompt. Prompts on which either emitted no token after the first have no ratio and are left out; None when none
-    is left.
+    ratio         of summed times, with `low` and `high` of its 95 % interval
+    family        [low, high] that hold for all `compared` arms at once with 95 % (Bonferroni; measured for six arms
+                  of skewed effects: .88 at 15 prompts, .93 at 27, .94 at 80, where single intervals gave .7)
+    mean_log      {ratio, low, high}: e to the mean log-ratio, where every prompt weighs the same
+    detectable    the least ratio above 1 that this many prompts of this spread would have shown with 80 % power
+    range         the least and greatest ratio of one prompt
+    All but ratio, range and mean_log's ratio are None below ten prompts. Prompts on which either emitted no token
+    after the first have no ratio and are left out; None when none is left.
     """
     ids = [id for id in arm if id in baseline and arm[id][1] and baseline[id][1]]
     if not ids:
         return None
     ours, theirs = [arm[id] for id in ids], [baseline[id] for id in ids]
-    single = [pooled_ratio([one], [other]) for one, other in zip(theirs, ours, strict=True)]
-    low, high = ratio_interval(theirs, ours) if len(ids) >= FEWEST_PROMPTS else (None, None)
-    return {
+    logs = [log_ratio([pair]) for pair in zip(theirs, ours, strict=True)]
+    found = {
         "ratio": pooled_ratio(theirs, ours),
+        "low": None,
+        "high": None,
+        "range": [math.exp(min(logs)), math.exp(max(logs))],
+        "prompts": len(ids),
+        "mean_log": {"ratio": math.exp(sum(logs) / len(logs)), "low": None, "high": None},
+        "family": None,
+        "compared": compared,
+        "detectable": None,
+    }
+    return found | uncertainty(theirs, ours, logs, compared) if len(ids) >= FEWEST_PROMPTS else found
+
+
+def uncertainty(theirs, ours, logs, compared):
+    """The keys of `speedup` that need ten prompts."""
+    low, high = ratio_interval(theirs, ours)
+    sample = intervals.pseudo_values(list(zip(theirs, ours, strict=True)), log_ratio)
+    return {
         "low": low,
         "high": high,
-        "range": [min(single), max(single)],
-        "prompts": len(ids),
+        "family": list(ratio_interval(theirs, ours, 1 - (1 - intervals.CONFIDENCE) / compared)),
+        "mean_log": dict(zip(("ratio", "low", "high"), map(math.exp, intervals.mean_interval(logs)), strict=True)),
+        "detectable": math.exp(intervals.detectable(sample)),
     }
+
+
+def drift(rows):
+    """How the pace of one arm's rows changed over a run: {ratio, low, high, paired}, None where it cannot be told.
+
+    ratio is seconds per token at the end ÷ at the start: the last repeat over the first, paired by prompt; with one
+    repeat the second half of the prompts over the first, which also differ in themselves (paired is False).
+    """
+    repeats = sorted({row["repeat"] for row in rows})
+    if len(repeats) > 1:
+        first, last = (timings([row for row in rows if row["repeat"] == end]) for end in (repeats[0], repeats[-1]))
+        found = speedup(last, first)
+        return found and {key: found[key] for key in ("ratio", "low", "high")} | {"paired": True}
+    halves = [list(timings(part).values()) for part in (rows[: len(rows) // 2], rows[len(rows) // 2 :])]
+    if not all(sum(tokens for _, tokens in half) for half in halves):
+        return None
+    return {"ratio": per_token(halves[1]) / per_token(halves[0]), "low": None, "high": None, "paired": False}
+
+
+def twin_floor(arms, part=None, baseline="mlx_lm"):
+    """The speedup of the baseline's twin over the baseline, in one part of a result: what nothing at all looks like."""
+    twins = (arm["speedup"] for arm in arms if arm["name"] == baseline + TWIN and arm.get("part") == part)
+    return next(twins, None)
+
+
+def guards(rows, arms, headline=EVERY):
+    """What a tie guard costs and buys, for every guarded arm whose unguarded one was measured beside it.
+
+    Returns [{arm, guard, speed: `speedup` of the guarded over the unguarded arm (below 1 is a cost), redecided: share
+    of tokens that one row decided, identical: (unguarded, guarded), prompts}].
+    """
+    by_arm, figures = group(rows, "arm"), {arm["name"]: arm for arm in arms}
+    found = []
+    for name in figures:
+        arm, guard = name.rpartition(GUARD)[::2]
+        if arm not in figures or not {arm, name} <= by_arm.keys():
+            continue
+        tokens = sum(max(len(row["tokens"]) - 1, 0) for row in by_arm[name])
+        found.append({
+            "arm": arm,
+            "guard": guard,
+            "speed": compare(*(counted(by_arm[one], headline) for one in (arm, name))),
+            "redecided": sum(row.get("redecided") or 0 for row in by_arm[name]) / tokens if tokens else None,
+            "identical": (figures[arm]["identical"], figures[name]["identical"]),
+            "prompts": figures[name]["prompts"],
+        })  # fmt: skip
+    return found
+
+
+def compare(baseline, rows):
+    """`speedup` of an arm's rows over another's, each round beside its own."""
+    return speedup(*map(timings, paired(baseline, rows)))
+
+
+def beyond(speedup, floor):
+    """Whether a speedup's interval lies wholly outside the twin's; None where either has no interval."""
+    if not speedup or not floor or speedup["low"] is None or floor["low"] is None:
+        return None
+    return speedup["low"] > floor["high"] or speedup["high"] < floor["low"]
 
 
 def tau(rows):
@@ -191,9 +239,13 @@ def timings(rows):
 
 def identical(rows, reference):
     """How many prompts had, in every repeat, the tokens that the reference arm emitted in that repeat."""
+    return len({row["prompt"] for row in rows} - {row["prompt"] for row in differing(rows, reference)})
+
+
+def differing(rows, reference):
+    """The rows whose tokens are not those of the reference arm in the same round."""
     expected = {(row["prompt"], row["repeat"]): row["tokens"] for row in reference}
-    differing = {row["prompt"] for row in rows if row["tokens"] != expected[row["prompt"], row["repeat"]]}
-    return len({row["prompt"] for row in rows} - differing)
+    return [row for row in rows if row["tokens"] != expected.get((row["prompt"], row["repeat"]))]
 
 
 def looping(rows):
@@ -209,36 +261,54 @@ def group(rows, key):
     return dict(groups)
 
 
-def summarise(rows, arms, baseline="mlx_lm", plain="plain"):
+def summarise(rows, arms, headline=EVERY, baseline="mlx_lm", plain="plain"):
     """One figure dict per arm, from rows alone; `arms` lists the records {name, kind, block_size} in table order.
 
-    Keys are those of a result file's `arms`, save `ms` and `divergences`, which no timed row can give.
+    Keys are those of a result file's `arms`, save `ms` and `divergences`, which no timed row can give. headline: QUIET
+    leaves disturbed rows out of every time (`speedup_every_row` keeps them); counts and texts are of all rows.
     """
     by_arm = group(rows, "arm")
-    loops = looping(by_arm[plain])
-    base = timings(by_arm[baseline])
-    calm = {id: pair for id, pair in base.items() if id not in loops}
-    return [figures(arm, by_arm, base, calm, by_arm[plain], by_arm[baseline]) for arm in arms]
+    compared = sum(arm["name"] != baseline and not arm["name"].endswith(TWIN) for arm in arms)
+    loops = looping(by_arm.get(plain, []))
+    return [figures(arm, by_arm, (baseline, plain), loops, headline, max(compared, 1)) for arm in arms]
 
 
-def figures(arm, by_arm, base, calm, plain, mlx_lm):
-    """The figures of one arm."""
-    rows = by_arm[arm["name"]]
-    times = timings(rows)
-    decoded = sum(tokens for _, tokens in times.values())
-    counted = all("forwards_per_cycle" in row for row in rows)  # results of earlier versions do not say
+def figures(arm, by_arm, references, loops, headline, compared):
+    """The figures of one arm against the (baseline, plain) arms named in `references`."""
+    rows = by_arm.get(arm["name"], [])
+    mlx_lm, plain = (by_arm.get(name, []) for name in references)
+    quiet = counted(rows, headline)
+    pairs = paired(counted(mlx_lm, headline), quiet)
+    calm = [[row for row in some if row["prompt"] not in loops] for some in pairs]
+    timed = [pair for pair in timings(quiet).values() if pair[1]]
+    told = all("forwards_per_cycle" in row for row in rows)  # results of earlier versions do not say
     return {
         "name": arm["name"],
         "kind": arm["kind"],
         "block_size": arm["block_size"],
-        "tok_s": 1 / per_token(list(times.values())) if decoded else None,
-        "speedup": speedup(base, times),
-        "speedup_loop_free": speedup(calm, times),
+        "tok_s": 1 / per_token(timed) if timed else None,
+        "speedup": speedup(*map(timings, pairs), compared),
+        "speedup_loop_free": speedup(*map(timings, calm), compared),
+        "speedup_every_row": speedup(*map(timings, paired(mlx_lm, rows)), compared),
         "tau": tau(rows),
-        **({"tokens_per_forward": tokens_per_forward(rows)} if counted else {}),
+        **({"tokens_per_forward": tokens_per_forward(rows)} if told else {}),
         "acceptance_rate": acceptance_rate(rows),
         "survival": survival(rows),
-        "prompts": len(times),
+        "prompts": len({row["prompt"] for row in rows}),
+        "rows": {"counted": len(quiet), "of": len(rows)},
         "identical": identical(rows, plain),
         "identical_mlx_lm": identical(rows, mlx_lm),
+        "diverged_rows": len(differing(rows, plain)),
     }
+
+
+def counted(rows, headline):
+    """The rows that headlines count: QUIET or EVERY."""
+    return [row for row in rows if headline == EVERY or not row["disturbed"]]
+
+
+def paired(baseline, rows):
+    """Both without the rounds (prompt and repeat) that one of them lacks, so that each is compared with its own."""
+    keys = [{(row["prompt"], row["repeat"]) for row in some} for some in (baseline, rows)]
+    common = keys[0] & keys[1]
+    return [[row for row in some if (row["prompt"], row["repeat"]) in common] for some in (baseline, rows)]

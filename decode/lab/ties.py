@@ -13,12 +13,12 @@ logits recorded in that run lie from wide is reported beside the class.
 """
 
 import dataclasses
-import math
 
 import mlx.core as mx
 
+from decode.verify import ulp
+
 CLASSES = ("tie", "width_sensitive", "defect")
-FRACTION_BITS = {mx.float32: 23, mx.bfloat16: 7, mx.float16: 10}  # stored bits of the significand
 PREFILL_ROWS = 2048  # per forward, as mlx_lm's prefill_step_size
 
 
@@ -72,14 +72,6 @@ def tied(row, pair, gap):
     return gap <= 1 and best - max(pair) <= ulp(abs(best), row.dtype)
 
 
-def ulp(magnitude, dtype):
-    """Unit in the last place at a magnitude ≥ 0: the distance between neighbouring values of that dtype there."""
-    bits = FRACTION_BITS[dtype]
-    smallest = -14 if dtype == mx.float16 else -126  # exponent of the smallest normal number
-    exponent = math.frexp(magnitude)[1] - 1 if magnitude else smallest
-    return 2.0 ** (max(exponent, smallest) - bits)
-
-
 def audit(target, prompt, plain, speculative, verify):
     """Judge the first divergence of two outputs of one prompt.
 
@@ -109,11 +101,16 @@ def audit(target, prompt, plain, speculative, verify):
 
 def fresh(target, committed, rows):
     """Logits [len(rows), V] of `rows` after `committed` was prefilled into a new cache."""
+    return target.score(target.forward(mx.array([list(rows)]), prefilled(target, committed)).hidden)[0]
+
+
+def prefilled(target, committed):
+    """A new cache that holds the committed ids."""
     cache = target.make_cache()
     for start in range(0, len(committed), PREFILL_ROWS):
-        target.forward(mx.array([committed[start : start + PREFILL_ROWS]]), cache)
+        target.forward(mx.array([list(committed[start : start + PREFILL_ROWS])]), cache)
         mx.eval([entry.state for entry in cache])
-    return target.score(target.forward(mx.array([list(rows)]), cache).hidden)[0]
+    return cache
 
 
 def difference(rows, recorded):
@@ -126,5 +123,5 @@ def difference(rows, recorded):
 
 def count(records):
     """{class: distinct positions}: repeats that diverge alike are one divergence, not several."""
-    distinct = {(record["prompt"], record["position"], *record.get("tokens", ())): record for record in records}
+    distinct = {(record["prompt"], record["position"], *(record.get("tokens") or ())): record for record in records}
     return {kind: sum(record["class"] == kind for record in distinct.values()) for kind in CLASSES}

@@ -10,16 +10,17 @@ import importlib
 
 import mlx.core as mx
 
-from decode.lab import health
+from decode.lab import health, statistics
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a pass is run: cap in tokens, timed repeats, untimed warm-up runs of every arm."""
+    """How a pass is run: cap in tokens, timed repeats, untimed warm-up runs of every arm, rows that headlines count."""
 
     max_tokens: int
     repeats: int = 1
     warmup: int = 1
+    headline: str = statistics.QUIET
 
 
 def order(arms, prompt, repeat):
@@ -38,15 +39,40 @@ def warm_up(arms, prompts, plan):
             yield
 
 
-def timed_rows(arms, prompts, plan):
-    """Yield (arm, prompt, place, repeat, Run, reasons for which the row is flagged), one a run, in the order run."""
+def rounds(arms, prompts, plan, done=frozenset()):
+    """Yield (repeat, prompt, runs, ailments) a round: all arms on one prompt, in the order run.
+
+    runs is a list of (arm, place, Run, reasons for which that row alone is flagged), ailments what was wrong with the
+    machine before or after the round. done: (repeat, prompt id, part) of rounds to pass over.
+    """
+    before = health.check()
     for repeat in range(plan.repeats):
         for index, prompt in enumerate(prompts):
-            for place, arm in enumerate(order(arms, index, repeat)):
-                before = health.pulse()
-                run = arm.run(prompt.tokens, plan.max_tokens)
-                settle()  # outside the run's clock: work that an arm left in flight must not fall on the next one
-                yield arm, prompt, place, repeat, run, health.disturbance(before, health.pulse())
+            if (repeat, prompt.id, part_of(arms, prompt)) in done:
+                continue
+            runs = [timed(arm, place, prompt, plan) for place, arm in enumerate(order(arms, index, repeat))]
+            after = health.check()
+            yield repeat, prompt, runs, health.ailments(before, after)
+            before = after
+
+
+def places(arms, prompts, plan):
+    """The (repeat, prompt id, part) of every round."""
+    repeats = range(plan.repeats)
+    return {(repeat, prompt.id, part_of(arms, prompt)) for repeat in repeats for prompt in prompts}
+
+
+def part_of(arms, prompt):
+    """The part of an evaluation that tells a round from others on the same prompt: the prompt's or the baseline's."""
+    return prompt.part or arms[0].part
+
+
+def timed(arm, place, prompt, plan):
+    """One run of one arm between two pulses: (arm, place, Run, what disturbed it)."""
+    before = health.pulse()
+    run = arm.run(prompt.tokens, plan.max_tokens)
+    settle()  # outside the run's clock: work that an arm left in flight must not fall on the next one
+    return arm, place, run, health.disturbance(before, health.pulse())
 
 
 def settle():

@@ -31,7 +31,8 @@ def findings(result):
     found = {one["part"]: one for one in arms if one["name"] == arm}
     targets = [{"part": stock, **figures(found[stock])}]
     for part in others:
-        kept, speed = (paired(result, stock, part, arm, figure) for figure in (accepted_kept, speedup_kept))
+        kept = paired(result["rows"], stock, part, accepted, arm, accepted_kept)
+        speed = paired(experiment.counted(result), stock, part, times, arm, speedup_kept)
         agreed = agreement(experiment.in_part(result["agreement"], part))
         decided = {"agreement": agreed, "verdict": verdict(kept, found[part]["speedup"])}
         targets.append({"part": part, **figures(found[part]), "accepted_kept": kept, "speedup_kept": speed, **decided})
@@ -49,33 +50,42 @@ def figures(arm):
     return {name: arm[name] for name in ("speedup", "tau", "acceptance_rate", "identical", "prompts")}
 
 
-def paired(result, stock, part, arm, figure):
-    """statistics.estimate of a figure of two targets over the prompts that both decoded; None where it has no value."""
-    ours, theirs = (counts(experiment.in_part(result["rows"], one), arm) for one in (stock, part))
-    units = [(ours[id], theirs[id]) for id in ours if id in theirs and ours[id][-1] and theirs[id][-1]]
-    return statistics.estimate(units, figure) if sum(one[4] for one, _ in units) else None
+def paired(rows, stock, part, counts, arm, figure):
+    """statistics.estimate of a figure of two targets over the prompts that both decoded; None where it has no value.
+
+    counts(rows, arm) gives {prompt: numbers} of one target; a sum of 0 over the prompts has no value.
+    """
+    ours, theirs = (counts(experiment.in_part(rows, one), arm) for one in (stock, part))
+    units = [(ours[id], theirs[id]) for id in ours if id in theirs]
+    return statistics.estimate(units, figure) if units and all(total(units, 0)) else None
 
 
-def counts(rows, arm):
-    """{prompt: (baseline's seconds and tokens, the arm's seconds and tokens, accepted proposals, cycles)}."""
-    by_arm = statistics.group(rows, "arm")
-    base, own = (statistics.timings(by_arm[name]) for name in ("mlx_lm", arm))
-    accepted = {
-        id: (sum(sum(row["accepted_per_cycle"]) for row in some), sum(len(row["accepted_per_cycle"]) for row in some))
-        for id, some in statistics.group(by_arm[arm], "prompt").items()
+def accepted(rows, arm):
+    """{prompt: (accepted proposals, cycles)} of the prompts with a cycle."""
+    cycles = {
+        id: [count for row in some for count in row["accepted_per_cycle"]]
+        for id, some in statistics.group([row for row in rows if row["arm"] == arm], "prompt").items()
     }
-    return {id: (*base[id], *own[id], *accepted[id]) for id in own}
+    return {id: (sum(counts), len(counts)) for id, counts in cycles.items() if counts}
+
+
+def times(rows, arm):
+    """{prompt: (baseline's seconds and tokens, the arm's seconds and tokens)}, both of the same rounds."""
+    by_arm = statistics.group(rows, "arm")
+    pair = statistics.paired(*(by_arm.get(name, []) for name in ("mlx_lm", arm)))
+    base, own = map(statistics.timings, pair)
+    return {id: (*base[id], *own[id]) for id in own if base[id][1] and own[id][1]}
 
 
 def total(units, place):
-    """Sums over prompts of the counts of one target of each pair."""
-    return [sum(column) for column in zip(*(unit[place] for unit in units))]
+    """Sums over prompts of the numbers of one target of each pair."""
+    return [sum(column) for column in zip(*(unit[place] for unit in units), strict=True)]
 
 
 def accepted_kept(units):
     """Accepted tokens a cycle on the variant over those on the stock target."""
     stock, variant = total(units, 0), total(units, 1)
-    return (variant[4] / variant[5]) / (stock[4] / stock[5])
+    return (variant[0] / variant[1]) / (stock[0] / stock[1])
 
 
 def speedup_kept(units):

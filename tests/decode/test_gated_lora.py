@@ -108,6 +108,26 @@ def test_a_verify_cut_by_confidence_leaves_the_text_as_it_is(adapter, answer, pr
     assert all(len(step.cycle.confidence) == step.cycle.proposed for step in steps[1:])
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("ulps", [30.0, 3e4, 1e9])
+def test_a_tie_guard_decides_by_single_rows_and_leaves_the_text_as_it_is(adapter, answer, prompt, kind, ulps):
+    target, drafter = adapter(kind)
+    cache = target.make_cache()
+    tokens, cycles = run(target, prompt, GatedLoraProposer(target, drafter, 4), 4, cache, tie_guard=ulps)
+    expected, held = answer(kind)
+    assert tokens == expected
+    assert_same_caches(cache, held, FLOAT32)
+    if ulps == 1e9:  # everything is in doubt: a block, taken back, and its first row alone
+        assert {(cycle.committed, cycle.redecided, cycle.forwards) for cycle in cycles[:-1]} == {(1, 1, 3)}
+
+
+def test_a_kept_pending_row_cannot_be_guarded(adapter):
+    target, drafter = adapter("llama")
+    proposer = GatedLoraProposer(target, drafter, 4, keep=True)
+    with pytest.raises(UserError, match="draft without keep"):
+        Loop(target, target.make_cache(), proposer, Fixed(4), max_tokens=3, tie_guard=1)
+
+
 class Foresight(gated_lora.GatedLora):
     """Knows what the target will write after `start` tokens: of a block's noise rows the first `right` are true."""
 

@@ -44,22 +44,3 @@ def test_every_control_costs_what_the_drafter_costs_and_none_shares_its_weights(
     ours, random = built["dflash-4"].proposer.drafter, built["untrained-4"].proposer.drafter
     assert ours.config == random.config and ours is drafter and built["shuffled-4"].proposer.drafter is drafter
     assert not mx.array_equal(ours.fc.weight, random.fc.weight).item()
-
-
-def speedup(low, high):
-    return {"ratio": (low * high) ** 0.5, "low": low, "high": high, "range": [low / 2, high * 2], "prompts": 12}
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [(1.03, 1.2, "no"), (1.06, 1.2, "faster"), (0.8, 0.97, "no"), (0.8, 0.94, "slower"), (0.5, 2.0, "no")],
-)
-def test_an_arm_is_beyond_the_floor_where_its_whole_interval_is(low, high, expected):
-    floor = controls.width(speedup(0.98, 1.05))
-    assert floor == pytest.approx(1.05)
-    assert controls.beyond(speedup(low, high), floor) == expected
-
-
-def test_the_floor_is_as_wide_as_its_further_end_and_few_prompts_use_the_range():
-    assert controls.width(speedup(0.8, 1.05)) == pytest.approx(1.25)
-    assert controls.width(speedup(0.98, 1.05) | {"low": None}) == pytest.approx(2.1)

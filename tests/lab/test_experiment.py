@@ -1,12 +1,13 @@
 """A whole comparison on a small real target: its record, and what it does with a loop that decodes wrongly."""
 
+import copy
 import json
 
 import pytest
 
 import tiny
 from decode import transaction
-from decode.lab import arms, experiment, prompts, report, statistics, ties, timing
+from decode.lab import arms, experiment, prompts, record, report, statistics, tables, ties, timing
 from drafter import manifest
 from drafter import target as targets
 from kernels.errors import UserError
@@ -28,7 +29,7 @@ def quiet(items, *, total, desc):
     return found
 
 
-def compare(target, plan=PLAN):
+def compare(target, plan=PLAN, **options):
     """A ksweep of two block sizes over TEXTS."""
     drafter, identity = arms.untrained(target, block_size=4, seed=3)
     compared = arms.ksweep(target, drafter, (2, 4), (2,), 3)
@@ -40,7 +41,7 @@ def compare(target, plan=PLAN):
         "raw_reason": target.raw_reason(),
     }
     header = experiment.header("ksweep", ["ksweep", "--x"], config, target, identity)
-    return experiment.run(header, compared, encoded, plan, quiet)
+    return experiment.run(header, compared, encoded, plan, quiet, **options)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def test_the_record_has_the_published_keys(result):
     assert result["schema"] == "foredraft.result/1"
     assert set(result) == {
         *("schema", "command", "argv", "config", "provenance", "target", "drafter", "health", "arms", "rows"),
-        *("stages", "divergences"),
+        *("stages", "divergences", "complete"),
     }
     assert set(result["provenance"]) >= {"commit", "dirty", "versions", "device", "blas"}
     assert set(result["target"]) >= {"source", "fingerprint"}
@@ -61,7 +62,8 @@ def test_the_record_has_the_published_keys(result):
     for arm in result["arms"]:
         assert set(arm) == {
             *("name", "kind", "block_size", "tok_s", "speedup", "speedup_loop_free", "tau", "acceptance_rate"),
-            *("survival", "ms", "prompts", "identical", "identical_mlx_lm", "divergences", "tokens_per_forward"),
+            *("survival", "ms", "prompts", "rows", "speedup_every_row", "identical", "identical_mlx_lm", "divergences"),
+            *("diverged_rows", "tokens_per_forward"),
         }
     for row in result["rows"]:
         assert set(row) >= {"arm", "prompt", "repeat", "tokens", "accepted_per_cycle", "seconds", "loop_fraction"}
@@ -69,7 +71,7 @@ def test_the_record_has_the_published_keys(result):
 
 def test_there_is_one_row_per_arm_prompt_and_repeat(result):
     found = {(row["arm"], row["prompt"], row["repeat"]) for row in result["rows"]}
-    assert len(found) == len(result["rows"]) == 5 * 3 * 2
+    assert len(found) == len(result["rows"]) == 6 * 3 * 2
 
 
 def test_a_sound_loop_in_float32_is_identical_and_has_no_divergence(result):
@@ -80,7 +82,7 @@ def test_a_sound_loop_in_float32_is_identical_and_has_no_divergence(result):
 
 def test_stages_add_up_to_the_cycle(result):
     by_name = {arm["name"]: arm["ms"] for arm in result["arms"]}
-    assert by_name["mlx_lm"] is None
+    assert by_name["mlx_lm"] is by_name["mlx_lm-twin"] is None
     for name in ("plain", "ngram-2", "dflash-2", "dflash-4"):
         ms = dict(by_name[name])
         assert sum(ms[part] for part in ("draft", "verify", "commit", "other")) == pytest.approx(ms["cycle"])
@@ -90,8 +92,47 @@ def test_stages_add_up_to_the_cycle(result):
 def test_figures_come_back_from_the_stored_rows_alone(result, tmp_path):
     path = tmp_path / "result.json"
     manifest.write_json(path, result)
-    stored = report.read(path)
+    stored = record.read(path)
     assert report.same(experiment.summarise(stored), result["arms"])
+
+
+class Killed(Exception):
+    """Stands for whatever ends a run."""
+
+
+def test_a_killed_run_has_saved_its_rounds_and_is_gone_on_with(target, result):
+    saved = []
+
+    def save(so_far):
+        saved.append(copy.deepcopy(so_far))
+        if len(so_far["rows"]) == 4 * 6:
+            raise Killed
+
+    with pytest.raises(Killed):
+        compare(target, save=save)
+    assert [len(one["rows"]) for one in saved] == [0, 6, 12, 18, 24]
+    assert not saved[-1]["complete"] and report.text(saved[-1], experiment.summarise(saved[-1]))
+    ended = compare(target, earlier=saved[-1])
+    assert ended["complete"] and ended["rows"][:24] == saved[-1]["rows"] and len(ended["rows"]) == 36
+    identity = lambda rows: [(row["arm"], row["prompt"], row["repeat"], row["place"], row["tokens"]) for row in rows]
+    assert identity(ended["rows"]) == identity(result["rows"])
+
+
+def test_disturbed_rows_are_left_out_of_the_headline_and_counted(result):
+    disturbed = copy.deepcopy(result)
+    for row in disturbed["rows"]:
+        row["disturbed"] = ["a busy loop"] if row["repeat"] else []
+        row["seconds"] *= 100 if row["repeat"] and row["arm"] == "dflash-4" else 1
+    arm, *_ = [arm for arm in experiment.summarise(disturbed) if arm["name"] == "dflash-4"]
+    assert arm["rows"] == {"counted": 3, "of": 6}
+    assert arm["speedup"]["ratio"] > 20 * arm["speedup_every_row"]["ratio"]
+    for row in disturbed["rows"]:
+        row["disturbed"] = ["a busy loop"]
+    figures = {arm["name"]: arm for arm in experiment.summarise(disturbed)}["dflash-4"]
+    assert figures["speedup"] is figures["tok_s"] is None and figures["tau"] and figures["speedup_every_row"]
+    disturbed["health"]["headline"] = statistics.EVERY
+    figures = {arm["name"]: arm for arm in experiment.summarise(disturbed)}["dflash-4"]
+    assert figures["speedup"] == figures["speedup_every_row"]
 
 
 def test_looping_text_is_marked_in_its_rows(target, result):
@@ -111,7 +152,7 @@ def test_a_rollback_that_keeps_a_row_too_many_is_a_defect(target, monkeypatch):
     audited = [case for case in found["divergences"] if case["class"] == "defect"]
     assert all(case["replayed"] and case["recorded_difference"] > 0.1 for case in audited)
     assert len(audited) == len({(case["arm"], case["prompt"], case["position"]) for case in audited})
-    assert any("DEFECT" in line for line in report.notes(found, found["arms"]))
+    assert any("DEFECT" in line for line in tables.notes(found, found["arms"]))
 
 
 def test_a_prompt_that_leaves_no_room_for_the_answer_is_refused_before_timing(target):

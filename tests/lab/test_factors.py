@@ -23,7 +23,7 @@ def result(cells, prompts=2, other_text=range(11)):
             arms.append({"part": part, "name": name, "kind": kind, "block_size": 4 if kind == "dflash" else None})
             text = list(range(11) if part == "bf16" else other_text)
             rows += [row(part, name, str(i), seconds * (1 + i), text) for i in range(prompts)]
-    return {"command": "decompose", "arms": arms, "rows": rows, "stages": [], "divergences": []}
+    return {"command": "decompose", "arms": arms, "rows": rows, "stages": [], "divergences": [], "health": {}}
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,14 @@ def test_shares_give_each_factor_half_the_interaction():
     assert found["shares"]["weights"] == pytest.approx((math.log(4) + half) / both)
 
 
-def test_no_shares_of_nothing():
-    assert factors.findings(result((2.0, 1.0, 4.0, 2.0)))["shares"] is None
+@pytest.mark.parametrize(
+    "cells",
+    [(2.0, 1.0, 4.0, 2.0), (2.0, 2.0, 2.0, 2.0), (8.0, 10.0, 2.0, 3.0)],
+    ids=["one undoes the other", "nothing", "apart"],
+)
+def test_no_shares_where_there_is_no_whole_to_share(cells):
+    found = factors.findings(result(cells))
+    assert found["shares"] is None and factors.tables(found)[0][2][0][4] == ""
 
 
 def test_other_weights_that_write_other_text_are_not_lossless():

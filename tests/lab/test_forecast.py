@@ -123,7 +123,7 @@ def test_a_sweep_is_foretold_from_its_widest_arm():
         "commit": 0,
     }
     stages = [stage("plain", 10.0), stage("dflash-2", 12.0), stage("dflash-4", 15.0)]
-    found = forecast.findings({"arms": arms, "rows": rows, "stages": stages, "divergences": []})
+    found = forecast.findings({"arms": arms, "rows": rows, "stages": stages, "divergences": [], "health": {}})
     two, four = found["sizes"]
     assert found["from"] == "dflash-4"
     assert two["tau_foretold"] == pytest.approx(2.0) and four["tau_foretold"] == pytest.approx(1 + 1 + 0.5 + 0.5)

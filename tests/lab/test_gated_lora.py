@@ -87,7 +87,7 @@ def test_an_adapter_drafts_at_any_block_size(fitted):
     target, drafter, _ = fitted
     assert arms.fitting(drafter, (1, 2, 4, 16)) == (1, 2, 4, 16)
     names = [arm.name for arm in arms.ksweep(target, drafter, (1, 16), (3,), 4, ("keep",))]
-    assert names[3:] == ["gated_lora-1", "gated_lora-1-keep", "gated_lora-16", "gated_lora-16-keep"]
+    assert names[4:] == ["gated_lora-1", "gated_lora-1-keep", "gated_lora-16", "gated_lora-16-keep"]
 
 
 def test_the_untrained_control_adapts_nothing(fitted):

@@ -80,7 +80,8 @@ def result():
                 spent = {stage: factor * value for stage, value in spent.items()}
                 stages.append({"part": part, "arm": name, "prompt": "a", "cycles": 1, **spent})
     drafter = {"trained_length": 32}
-    return {"command": "context", "arms": arms, "rows": rows, "stages": stages, "divergences": [], "drafter": drafter}
+    found = {"arms": arms, "rows": rows, "stages": stages, "divergences": []}
+    return found | {"command": "context", "drafter": drafter, "health": {}}
 
 
 def test_cost_and_acceptance_are_told_apart_and_together():

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from decode.lab import experiment, report
+from decode.lab import experiment, record, report, shown, tables
 from drafter import manifest
 from kernels.errors import UserError
 
@@ -64,8 +64,8 @@ def result():
 
 
 def test_the_table_says_what_the_rows_say(result):
-    _, _, dflash = map(report.cells, result["arms"])
-    shown = dict(zip(report.HEADER, dflash, strict=True))
+    _, _, dflash = map(tables.cells, result["arms"])
+    shown = dict(zip(tables.SPEED_HEADER, dflash, strict=True))
     assert dflash[:6] == ["dflash-3", "1.3", "2.000", "2.000–2.000", "2.000", "2.000–2.000"]  # 44 tokens in 33 s
     assert (shown["τ pooled"], shown["accept"], shown["identical"]) == ("2.00", "0.500", "11/11")
     assert (shown["draft"], shown["verify"], shown["other"], shown["cycle ms"]) == ("5.00", "15.00", "5.00", "25.00")
@@ -74,16 +74,16 @@ def test_the_table_says_what_the_rows_say(result):
 
 def test_below_ten_prompts_the_table_shows_a_range(result):
     result["rows"] = [one for one in result["rows"] if one["prompt"] in PROMPTS[:9]]
-    assert report.cells(experiment.summarise(result)[2])[3] == "range 2.00–2.00"
+    assert tables.cells(experiment.summarise(result)[2])[3] == "range 2.00–2.00"
 
 
 def test_survival_is_a_table_of_the_arms_that_proposed(result):
-    header, rows = report.survival_table(result["arms"])
+    _, header, rows, _ = tables.survival(result["arms"])
     assert header[1:] == ["1", "2"] and rows == [["dflash-3", "0.50", "0.50"]]
 
 
 def test_columns_line_up(result):
-    lines = report.as_text(report.HEADER, map(report.cells, result["arms"])).splitlines()
+    lines = shown.as_text(tables.SPEED_HEADER, map(tables.cells, result["arms"])).splitlines()
     assert len({len(line) for line in lines}) == 1
 
 
@@ -92,7 +92,7 @@ def test_a_written_result_is_rebuilt_unchanged(result, tmp_path, suffix):
     path = tmp_path / f"run{suffix}"
     data = json.dumps(result).encode()
     path.write_bytes(gzip.compress(data) if suffix.endswith("gz") else data)
-    content, changed = report.write(path, report.read(path), tmp_path)
+    ((content, changed),) = report.write({path: record.read(path)}, tmp_path).values()
     assert changed == []
     assert (tmp_path / "run.txt").read_text() == content
     assert "| dflash-3 | 1.3 | 2.000 |" in (tmp_path / "run.md").read_text()
@@ -100,11 +100,11 @@ def test_a_written_result_is_rebuilt_unchanged(result, tmp_path, suffix):
 
 def test_an_edited_figure_is_noticed(result, tmp_path):
     result["arms"][2]["speedup"]["ratio"] = 2.5
-    assert report.write("run.json", result, tmp_path)[1] == ["dflash-3"]
+    assert report.write({"run.json": result}, tmp_path)["run.json"][1] == ["dflash-3"]
 
 
 def test_what_must_be_said_is_said(result):
-    said = " ".join(report.notes(result, result["arms"]))
+    said = " ".join(tables.notes(result, result["arms"]))
     assert "11 of 40 prompts of own (first turn only)" in said and "at most 5 tokens" in said
     for word in ("raw", "untrained", "another target", "disturbed", "DEFECT"):
         assert word not in said
@@ -112,7 +112,7 @@ def test_what_must_be_said_is_said(result):
     result["drafter"] |= {"kind": "untrained", "target_mismatch": {"trained_for": "x", "used_with": "y"}}
     result["health"]["flagged_rows"] = [3]
     result["arms"][2]["divergences"]["defect"] = 1
-    said = " ".join(report.notes(result, result["arms"]))
+    said = " ".join(tables.notes(result, result["arms"]))
     for word in ("raw", "untrained", "another target", "1 of 33 rows were disturbed", "DEFECT"):
         assert word in said
 
@@ -131,22 +131,22 @@ def test_what_is_no_result_is_refused_by_name(tmp_path, content, words):
     path = tmp_path / "x.json"
     path.write_bytes(content)
     with pytest.raises(UserError, match=words) as refusal:
-        report.read(path)
+        record.read(path)
     assert str(path) in str(refusal.value)
 
 
 def test_a_folder_gives_its_results_and_passes_over_other_json(result, tmp_path):
     manifest.write_json(tmp_path / "b.json", result)
     (tmp_path / "a.json").write_text("{}")
-    assert list(report.find([tmp_path])) == [tmp_path / "b.json"]
+    assert list(record.find([tmp_path])) == [tmp_path / "b.json"]
     manifest.write_json(tmp_path / "b.json.gz", result)  # not gzip: no result
-    assert list(report.find([tmp_path, tmp_path / "b.json"])) == [tmp_path / "b.json"]
+    assert list(record.find([tmp_path, tmp_path / "b.json"])) == [tmp_path / "b.json"]
     (tmp_path / "b.json.gz").write_bytes(gzip.compress((tmp_path / "b.json").read_bytes()))
     with pytest.raises(UserError, match="two results are called b"):
-        report.find([tmp_path])
+        record.find([tmp_path])
     (tmp_path / "b.json.gz").unlink()
     (tmp_path / "b.json").unlink()
     with pytest.raises(UserError, match="no result file"):
-        report.find([tmp_path])
+        record.find([tmp_path])
     with pytest.raises(UserError, match="not found"):
-        report.find([tmp_path / "c.json"])
+        record.find([tmp_path / "c.json"])

@@ -42,7 +42,7 @@ def test_a_perfect_drafter_is_asked_once_a_block(target, monkeypatch):
 def test_the_arms_pair_every_width_with_its_reference(target):
     drafter = lab_arms.untrained(target, block_size=6, seed=0)[0]
     built = {arm.name: arm for arm in staging.arms(target, drafter, 6, (2, 4))}
-    assert list(built)[2:] == [
+    assert list(built)[3:] == [
         *("dflash-2", "dflash-4", "dflash-6", "truncated-6-2", "staged-6-2", "truncated-6-4", "staged-6-4"),
     ]
     assert built["truncated-6-4"].block_size == 4 and built["truncated-6-4"].proposer.rows == 6

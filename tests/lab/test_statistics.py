@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from decode.lab import statistics
+from decode.lab import intervals, statistics
 
 
 def row(arm="a", prompt="p", repeat=0, tokens=(1, 2, 3), seconds=1.0, cycles=(), loop=0.0):
@@ -18,6 +18,7 @@ def row(arm="a", prompt="p", repeat=0, tokens=(1, 2, 3), seconds=1.0, cycles=(),
         "tokens": list(tokens),
         "seconds": seconds,
         "loop_fraction": loop,
+        "disturbed": [],
         "proposed_per_cycle": columns[0],
         "accepted_per_cycle": columns[1],
         "committed_per_cycle": columns[2],
@@ -41,7 +42,7 @@ def row(arm="a", prompt="p", repeat=0, tokens=(1, 2, 3), seconds=1.0, cycles=(),
     ],
 )
 def test_t_quantile_agrees_with_the_printed_table(probability, freedom, expected):
-    assert statistics.t_quantile(probability, freedom) == pytest.approx(expected, abs=6e-4)
+    assert intervals.t_quantile(probability, freedom) == pytest.approx(expected, abs=6e-4)
 
 
 def test_loop_fraction_counts_starts_already_seen():
@@ -104,34 +105,53 @@ def test_interval_of_a_constant_ratio_is_that_ratio():
     assert statistics.ratio_interval(base, arm) == pytest.approx((1.5, 1.5))
 
 
-def coverage(prompts, draws, seed=5):
-    """Share of simulated experiments whose interval holds the true speedup.
-
-    Lengths 10..128; one second per token for the baseline, 3 % noise; each prompt's own speedup is lognormal, and a
-    fifth of the prompts loop and run 2.2 times faster still. The truth is the ratio of expected seconds.
-    """
-    rng = np.random.default_rng(seed)
-    mean_inverse = math.exp(-0.2 + 0.3**2 / 2) * (0.8 + 0.2 / 2.2)  # E[1/speedup]; lengths are independent of it
-    hits = 0
-    for _ in range(draws):
-        tokens = rng.integers(10, 129, prompts)
-        speed = np.exp(0.2 + 0.3 * rng.standard_normal(prompts)) * np.where(rng.random(prompts) < 0.2, 2.2, 1)
-        noise = 1 + 0.03 * rng.standard_normal((2, prompts))
-        base = list(zip(tokens * noise[0], tokens, strict=True))
-        arm = list(zip(tokens / speed * noise[1], tokens, strict=True))
-        low, high = statistics.ratio_interval(base, arm)
-        hits += low <= 1 / mean_inverse <= high
-    return hits / draws
+def test_both_ratios_are_given_and_differ_where_prompts_do():
+    base = {str(i): (10.0 * i, 10 * i) for i in range(1, 12)}
+    arm = {str(i): (10.0 * i / (2 if i < 11 else 1), 10 * i) for i in range(1, 12)}  # the longest prompt gains nothing
+    found = statistics.speedup(base, arm, compared=4)
+    assert found["ratio"] == pytest.approx(66 / (55 / 2 + 11))
+    assert found["mean_log"]["ratio"] == pytest.approx(2 ** (10 / 11))
+    logs = [math.log(2)] * 10 + [0.0]
+    half = 2.228139 * np.std(logs, ddof=1) / math.sqrt(11)  # t(.975, 10)
+    ends = [found["mean_log"][end] for end in ("low", "high")]
+    assert ends == pytest.approx(np.exp([np.mean(logs) - half, np.mean(logs) + half]), rel=1e-6)
+    assert found["family"][0] < found["low"] and found["family"][1] > found["high"] and found["compared"] == 4
+    assert found["detectable"] > 1
 
 
-def test_interval_covers_the_truth_at_twelve_prompts():
-    assert coverage(prompts=12, draws=1500) == pytest.approx(0.95, abs=0.02)  # 2.5 standard errors are .014
+def test_drift_compares_the_last_repeat_with_the_first_prompt_by_prompt():
+    rows = [row(prompt=str(i), repeat=k, seconds=(1 + i) * (1 + 0.1 * k)) for k in range(3) for i in range(11)]
+    found = statistics.drift(rows)
+    assert found["paired"] and found["ratio"] == pytest.approx(1.2) and found["low"] == pytest.approx(1.2)
+    once = statistics.drift([row(prompt=str(i), seconds=2.0 if i < 5 else 3.0) for i in range(10)])
+    assert once == {"ratio": pytest.approx(1.5), "low": None, "high": None, "paired": False}
+    assert statistics.drift([]) is None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("prompts", [10, 12, 27, 80])
-def test_interval_covers_the_truth_at_every_usual_size(prompts):
-    assert coverage(prompts, draws=4000) == pytest.approx(0.95, abs=0.018)
+def test_an_effect_inside_the_twins_interval_is_not_beyond_it():
+    floor = {"low": 0.97, "high": 1.04}
+    verdicts = [
+        statistics.beyond({"low": low, "high": high}, floor) for low, high in [(1.05, 1.2), (1.0, 1.2), (0.8, 0.9)]
+    ]
+    assert verdicts == [True, False, True]
+    assert statistics.beyond({"low": None, "high": None}, floor) is statistics.beyond(None, floor) is None
+    arms = [{"name": "mlx_lm", "speedup": 1}, {"name": "mlx_lm-twin", "speedup": floor}]
+    assert statistics.twin_floor(arms) is floor and statistics.twin_floor(arms[:1]) is None
+
+
+def test_a_disturbed_row_leaves_with_the_row_it_is_paired_with():
+    rows = [row("mlx_lm", id, k, seconds=4.0) for id in "pq" for k in range(2)]
+    rows += [row("dflash-4", id, k, seconds=2.0 if k else 1.0) for id in "pq" for k in range(2)]
+    rows += [row("plain", id, k, seconds=4.0) for id in "pq" for k in range(2)]
+    rows[0]["disturbed"] = ["noise"]  # mlx_lm on p, repeat 0: the arm's own row of that round leaves too
+    arms = [
+        {"name": "mlx_lm", "kind": "mlx_lm", "block_size": None},
+        {"name": "dflash-4", "kind": "d", "block_size": 4},
+    ]
+    quiet, every = (statistics.summarise(rows, arms, which)[1] for which in (statistics.QUIET, statistics.EVERY))
+    assert quiet["speedup"]["ratio"] == pytest.approx((4 + 4) / (2 + 1.5))
+    assert every["speedup"]["ratio"] == quiet["speedup_every_row"]["ratio"] == pytest.approx(8 / 3)
+    assert quiet["rows"] == {"counted": 4, "of": 4}  # what is left out is the pair, not the arm's row
 
 
 CYCLES = [(3, 3, 4), (3, 0, 1), (1, 1, 2)]  # proposed, accepted, committed

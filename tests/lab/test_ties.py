@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from decode import verify
 from decode.lab import ties
 
 V = 11
@@ -23,35 +24,47 @@ def logits(plain, other, third=-30.0, dtype=mx.float32):
 @pytest.mark.parametrize("magnitude", [0.0, 1.0, 1.5, 2.0, 15.99, 16.0, 1e-3, 6e-8])
 def test_ulp_is_the_distance_to_the_next_value(dtype, numpy_dtype, magnitude):
     stored = numpy_dtype(magnitude)
-    assert ties.ulp(float(stored), dtype) == float(np.spacing(stored))
+    assert verify.ulp(float(stored), dtype) == float(np.spacing(stored))
 
 
 @pytest.mark.parametrize("magnitude, expected", [(1.0, 2**-7), (1.99, 2**-7), (20.0, 2**-3), (32.0, 2**-2)])
 def test_ulp_of_bfloat16_has_seven_fraction_bits(magnitude, expected):
-    assert ties.ulp(magnitude, mx.bfloat16) == expected
+    assert verify.ulp(magnitude, mx.bfloat16) == expected
 
 
-BF = mx.bfloat16  # at 20 one ULP is .125
+ULP = {mx.bfloat16: 2**-3, mx.float16: 2**-6, mx.float32: 2**-19}  # at 20
+# (plain's and the other's logit above 20 in narrow, the same in wide, both in ULPs; a third's logit) -> class
 JUDGED = {
-    # an exact tie, which the two widths break differently
-    "exact": (logits(20, 20, dtype=BF), logits(20, 20, dtype=BF), "tie"),
-    "one ULP in narrow": (logits(20.125, 20, dtype=BF), logits(20, 20.25, dtype=BF), "tie"),
-    "one ULP in wide only": (logits(20.25, 20, dtype=BF), logits(20, 20.125, dtype=BF), "tie"),
-    "two ULPs, each width its own token": (logits(20.25, 20, dtype=BF), logits(20, 20.25, dtype=BF), "width_sensitive"),
-    "float32 noise": (logits(20.00002, 20.0), logits(20.0, 20.00002), "width_sensitive"),
-    "both widths say plain": (logits(20.5, 20), logits(20.5, 20), "defect"),
-    "both widths say the other": (logits(20, 20.5), logits(20, 20.5), "defect"),
-    "crossed": (logits(20, 20.5), logits(20.5, 20), "defect"),
-    "wide says a third": (logits(20.5, 20), logits(20, 20.5, third=25), "defect"),
+    "exact, broken differently by the two widths": ((0, 0), (0, 0), -30, "tie"),
+    "one ULP in narrow": ((1, 0), (0, 2), -30, "tie"),
+    "one ULP in wide only": ((2, 0), (0, 1), -30, "tie"),
+    "two ULPs, each width its own token": ((2, 0), (0, 2), -30, "width_sensitive"),
+    "several ULPs, each width its own token": ((7, 0), (0, 5), -30, "width_sensitive"),
+    "both widths say plain": ((4, 0), (4, 0), -30, "defect"),
+    "both widths say the other": ((0, 4), (0, 4), -30, "defect"),
+    "crossed": ((0, 4), (4, 0), -30, "defect"),
+    "a clear preference, and a wrong token": ((900, 0), (900, 0), -30, "defect"),
     # the two are one ULP apart, but both lose to a third: no tie can have emitted either
-    "tie below the best": (logits(20.125, 20, third=25, dtype=BF), logits(20, 20.125, third=25, dtype=BF), "defect"),
+    "a tie below the best": ((1, 0), (0, 1), 25, "defect"),
 }
 
 
+@pytest.mark.parametrize("dtype", ULP, ids=str)
 @pytest.mark.parametrize("name", JUDGED)
-def test_planted_logits_fall_in_their_class(name):
-    narrow, wide, kind = JUDGED[name]
-    assert ties.judge(narrow, wide, PLAIN, OTHER).kind == kind
+def test_planted_logits_fall_in_their_class(name, dtype):
+    narrow, wide, third, kind = JUDGED[name]
+    rows = [logits(20 + a * ULP[dtype], 20 + b * ULP[dtype], third, dtype=dtype) for a, b in (narrow, wide)]
+    found = ties.judge(*rows, PLAIN, OTHER)
+    assert found.kind == kind
+    if max(*narrow, *wide) < 96:  # still below 32, where a ULP is as large as at 20
+        assert found.gap_ulps == (abs(narrow[0] - narrow[1]), abs(wide[0] - wide[1]))
+
+
+def test_a_third_token_of_the_wide_route_is_a_defect():
+    assert ties.judge(logits(20.5, 20), logits(20, 20.5, third=25), PLAIN, OTHER).kind == "defect"
+
+
+BF = mx.bfloat16
 
 
 def test_the_judgement_reports_logits_and_gaps_narrow_first():

@@ -64,7 +64,15 @@ def result(prompts, variants):
         for part in list(variants)[1:]
         for prompt in range(prompts)
     ]
-    return {"command": "transfer", "arms": arms, "rows": rows, "stages": [], "divergences": [], "agreement": agreed}
+    return {
+        "command": "transfer",
+        "arms": arms,
+        "rows": rows,
+        "stages": [],
+        "divergences": [],
+        "agreement": agreed,
+        "health": {},
+    }
 
 
 STOCK = (1.0, [3, 1])  # accepts 2 a cycle, twice as fast as the baseline on its first prompt

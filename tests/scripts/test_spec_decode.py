@@ -12,10 +12,11 @@ import spec_decode
 
 import edge
 import evaluate
+import measuring
 import opening
 import tiny
 from decode import transaction
-from decode.lab import arms
+from decode.lab import arms, health, timing
 from drafter import checkpoint, manifest
 from drafter import target as targets
 
@@ -35,6 +36,13 @@ def call(monkeypatch, capsys, *argv, stdin=""):
 def command(monkeypatch, capsys):
     """`call` with this test's capture."""
     return lambda *argv, **options: call(monkeypatch, capsys, *argv, **options)
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    """A machine on which nothing disturbs a row, whatever else runs on this one."""
+    monkeypatch.setattr(health, "disturbance", lambda before, after: [])
+    monkeypatch.setattr(health, "ailments", lambda before, after: [])
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +78,14 @@ def test_ksweep_prints_a_card_a_table_and_a_closing_line_and_writes_its_result(c
     result = json.loads(out.read_text())
     looping = {row["prompt"] for row in result["rows"] if row["arm"] == "plain" and row["loop_fraction"] >= 0.05}
     assert closing["loop_free_prompts"] == 2 - len(looping)
-    assert [arm["name"] for arm in result["arms"]] == ["mlx_lm", "plain", "ngram-2", "dflash-2", "dflash-3"]
+    assert [arm["name"] for arm in result["arms"]] == [
+        "mlx_lm",
+        "mlx_lm-twin",
+        "plain",
+        "ngram-2",
+        "dflash-2",
+        "dflash-3",
+    ]
     assert result["config"]["block_sizes"] == [2, 3] and result["config"]["seed"] == 0
     assert [path.name for path in out.parent.iterdir()] == ["result.json"]
 
@@ -93,10 +108,103 @@ def test_report_rebuilds_the_tables_and_fails_on_an_edited_figure(command, targe
     table = (tmp_path / "tables" / "result.txt").read_text()
     assert table.rstrip() in shown and table.rstrip() in again
     result = json.loads(out.read_text())
-    result["arms"][3]["tok_s"] *= 2
+    result["arms"][4]["tok_s"] *= 2
     out.write_text(json.dumps(result))
     code, closing, _, _ = command("report", out, "--out", tmp_path / "tables")
     assert code == 1 and closing["status"] == "failed" and closing["changed"] == {str(out): ["dflash-2"]}
+
+
+def test_a_killed_ksweep_leaves_its_rounds_to_be_reported_and_resumed(command, target, asked, tmp_path, monkeypatch):
+    out, partial = tmp_path / "result.json", tmp_path / "result.partial.json"
+    rounds = timing.rounds
+
+    def cut(*given):
+        yield next(rounds(*given))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(timing, "rounds", cut)
+    code, closing, _, _ = command(*small(target, asked, out))
+    assert code == 130 and closing["status"] == "interrupted" and not out.exists()
+    assert len(json.loads(partial.read_text())["rows"]) == 6
+    code, closing, shown, _ = command("report", partial, "--out", tmp_path / "tables")
+    assert code == 0 and "INCOMPLETE" in shown
+    monkeypatch.setattr(timing, "rounds", rounds)
+    code, closing, _, err = command(*small(target, asked, out), "--max-tokens", 5, "--resume")
+    assert code == 2 and "its config is not this run's" in closing["error"]
+    code, closing, _, _ = command(*small(target, asked, out), "--resume")
+    assert code == 0 and closing["identical"] == 2 and not partial.exists()
+    result = json.loads(out.read_text())
+    assert len(result["rows"]) == 12 and len(result["continued"]) == 1
+    code, closing, _, _ = command(*small(target, asked, out), "--resume")
+    assert code == 2 and "result.partial.json: not found" in closing["error"]
+
+
+def test_criteria_are_registered_before_the_run_and_judged_after_it(command, target, asked, tmp_path):
+    rules, out = tmp_path / "rules.yaml", tmp_path / "result.json"
+    rules.write_text(
+        "- {name: sound, arm: dflash-3, figure: divergences.defect, at_most: 0}\n"
+        "- {name: fast, arm: dflash-3, figure: speedup.low, at_least: 1}\n"
+        "- {name: magic, arm: dflash-3, figure: tau.pooled, at_least: 9}\n"
+    )
+    code, closing, shown, _ = command(*small(target, asked, out), "--criteria", rules)
+    assert code == 0 and closing["criteria"] == {"met": 1, "missed": 1, "not testable": 1}
+    assert "sound" in shown and "not testable" in shown
+    assert json.loads(out.read_text())["criteria"]["sha256"] == hashlib.sha256(rules.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("place", ["rows", "seconds", "health", "prompts"])
+def test_report_of_an_edited_file_is_one_line(command, target, asked, tmp_path, place):
+    out = tmp_path / "result.json"
+    command(*small(target, asked, out))
+    result = json.loads(out.read_text())
+    holder = {"rows": result, "seconds": result["rows"][3], "health": result, "prompts": result["config"]}[place]
+    holder[place] = None
+    out.write_text(json.dumps(result))
+    code, closing, _, err = command("report", out, "--out", tmp_path / "tables")
+    assert code == 2 and str(out) in closing["error"] and f"{place} is null; expected" in closing["error"]
+    assert "Traceback" not in err
+
+
+def test_ties_compares_guarded_arms_beside_the_others_and_takes_a_census(command, target, asked, tmp_path):
+    out = tmp_path / "ties.json"
+    argv = ["ties", *small(target, asked, out)[1:], "--tie-guard", "2.5", "--widths", "2,5"]
+    code, closing, shown, _ = command(*argv)
+    assert code == 0 and closing["defects"] == 0
+    assert set(closing["disagreement"]) == {"2", "5"} and "census" in shown or "rows W" in shown
+    result = json.loads(out.read_text())
+    assert [arm["name"] for arm in result["arms"]][3:] == [
+        *("ngram-2", "dflash-2", "dflash-3", "ngram-2-guard2.5", "dflash-2-guard2.5", "dflash-3-guard2.5")
+    ]
+    assert {row["width"] for row in result["census"]} == {2, 5}
+    code, _, again, _ = command("report", out, "--out", tmp_path / "tables")
+    assert code == 0 and "census of decisions" in again and "disagreements by margin" in again
+
+
+def test_ties_fails_where_a_divergence_is_a_defect(command, target, asked, tmp_path, monkeypatch):
+    def keep(self, rows, n):
+        self.cache.offset = self.start + min(n + 1, rows)
+
+    monkeypatch.setattr(transaction.Trimmed, "keep", keep)
+    code, closing, _, _ = command("ties", *small(target, asked, tmp_path / "ties.json")[1:])
+    assert code == 1 and closing["status"] == "failed" and closing["defects"] > 0
+
+
+def test_ksweep_under_a_guard_has_guarded_arms_only(command, target, asked, tmp_path):
+    out = tmp_path / "result.json"
+    code, closing, _, _ = command(*small(target, asked, out), "--tie-guard", 1)
+    assert code == 0 and closing["best"].endswith("-guard1")
+    names = [arm["name"] for arm in json.loads(out.read_text())["arms"]]
+    assert names[2:] == ["plain", "ngram-2-guard1", "dflash-2-guard1", "dflash-3-guard1"]
+
+
+def test_disturbed_rows_are_no_headline_unless_asked_for(command, target, asked, tmp_path, monkeypatch):
+    monkeypatch.setattr(health, "disturbance", lambda before, after: ["a busy loop"])
+    out = tmp_path / "result.json"
+    code, closing, shown, _ = command(*small(target, asked, out))
+    assert code == 0 and closing["best"] is None and closing["flagged_rows"] == 12
+    assert "12 of 12 rows were disturbed and are left out of every speed" in shown
+    code, closing, shown, _ = command(*small(target, asked, out), "--include-disturbed")
+    assert code == 0 and closing["speedup"] > 0 and "COUNTED in every speed" in shown
 
 
 @pytest.mark.parametrize("source", ["option", "standard input"])
@@ -120,7 +228,7 @@ def test_help_names_the_commands_that_exist_and_no_other(capsys):
     shown = capsys.readouterr().out
     listed = shown.split("positional arguments:")[1].splitlines()
     named = [line.split()[0] for line in listed if line.startswith("    ") and line[4] != " "]
-    assert named == ["generate", "ksweep", "cost", *evaluate.COMMANDS, "layouts", "report"]
+    assert named == ["generate", "ksweep", "ties", "cost", *evaluate.COMMANDS, "layouts", "report"]
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +324,17 @@ BAD = {
     "an empty prompt": ("generate --target {target}", ["empty", "--prompt"]),
     "two sources of prompts": ("generate --prompt a --prompts suite", ["--prompts", "not allowed with"]),
     "a limit on one prompt": ("generate --prompt a --limit 2", ["--limit", "--prompts"]),
+    "a guard that is no number": ("ksweep --tie-guard close", ["--tie-guard", "found 'close'", "ULPs"]),
+    "a negative guard": ("ties --tie-guard -1", ["--tie-guard", "at least 0"]),
+    "a guard without a drafter": ("generate --target {target} --prompt a --tie-guard 1", ["tie_guard", "drafter"]),
+    "criteria that are none": (
+        "ksweep --target {target} --prompts {tmp}/good.jsonl --block-sizes 2 --out {tmp}/r --criteria {tmp}/no.yaml",
+        ["--criteria", "no.yaml", "No such file"],
+    ),
+    "nothing to resume": (
+        "ksweep --target {target} --prompts {tmp}/good.jsonl --block-sizes 2 --out {tmp}/r.json --resume",
+        ["r.partial.json", "not found"],
+    ),
     "a block without a drafter": ("generate --target {target} --prompt a --block-size 4", ["block_size", "drafter"]),
     "report without a place": ("report {tmp}/good.jsonl", ["--out"]),
     "report of what is missing": ("report {tmp}/none.json --out {tmp}/tables", ["none.json", "not found"]),
@@ -248,7 +367,7 @@ def test_a_disk_that_takes_no_result_is_refused_early(command, target, asked, tm
             raise OSError(number, "no")
 
     monkeypatch.setattr(opening.tempfile, "NamedTemporaryFile", lambda **options: Full())
-    monkeypatch.setattr(spec_decode, "open_models", lambda *given: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(measuring, "open_models", lambda *given: pytest.fail("the target was loaded"))
     code, closing, _, err = command(*small(target, asked, tmp_path / "result.json"))
     assert code == 2 and closing["status"] == "refused"
     assert "result.json" in err and words in err
