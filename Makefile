@@ -13,7 +13,8 @@ SHELL := bash
 BACKEND ?= cpu
 BIN := .venv/bin
 READY := .venv/.ready-$(BACKEND)
-PROMPTS := --prompts suite --limit 10 --max-tokens 24 --block-sizes 4 --repeats 1
+# A first look is worth having on a busy machine too; the rows say that they were disturbed.
+PROMPTS := --prompts suite --limit 10 --max-tokens 24 --block-sizes 4 --repeats 1 --include-disturbed
 
 $(READY): pyproject.toml
 	@scripts/venv.sh $(BACKEND)
