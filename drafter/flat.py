@@ -1,6 +1,7 @@
-"""A tree of parameters as one vector, so that an update is a few launches and not a dozen for each tensor.
+"""Parameters as few long vectors, so that an update on a GPU is a dozen launches and not a dozen for each tensor.
 
-P numbers of the vector.
+On a CPU each tensor stays its own: there what counts is that the numbers at work fit its cache (measured, 19 million
+parameters: 270 ms of AdamW tensor by tensor, 550 ms as one vector).
 """
 
 import math
@@ -8,38 +9,38 @@ import math
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
-WIDTH = 1024  # P is a whole multiple of it: sums go through as many partial ones, which keeps float32's digits
-
 
 class Flat:
-    """The order of a tree's tensors in a vector [P]; zeros fill it up.
+    """The order of a tree's tensors in vectors: all `together` in one, or each in its own.
 
     Matrices come first: their sizes are multiples of 128 in any drafter worth speed, so each starts where a GPU's
     products may read widely, which a norm's few numbers before it would spoil.
     """
 
-    def __init__(self, tree):
+    def __init__(self, tree, together):
         named = sorted(tree_flatten(tree), key=lambda item: item[1].ndim < 2)
         self.shapes = {name: value.shape for name, value in named}
         self.names = tree_map_with_path(lambda name, _: name, tree)  # the tree itself: an adapter's keys hold dots
-        self.ends = [0]
-        for shape in self.shapes.values():
-            self.ends.append(self.ends[-1] + math.prod(shape))
-        self.filling = -self.ends[-1] % WIDTH
+        self.groups = [list(self.shapes)] if together else [[name] for name in self.shapes]
 
     def join(self, tree, dtype=mx.float32):
-        """The vector of a tree that has these tensors, nested as it may be."""
+        """The vectors of a tree that has these tensors, nested as it may be."""
         named = dict(tree_flatten(tree))
-        pieces = [named[name].reshape(-1) for name in self.shapes]
-        return mx.concatenate([*pieces, mx.zeros(self.filling, pieces[0].dtype)]).astype(dtype)
+        pieces = [[named[name].reshape(-1) for name in group] for group in self.groups]
+        return [(mx.concatenate(each) if len(each) > 1 else each[0]).astype(dtype) for each in pieces]
 
-    def split(self, vector):
-        """The tree of a vector; tensors are views of it."""
-        pieces = mx.split(vector, self.ends[1:])[:-1]
-        found = {name: piece.reshape(self.shapes[name]) for name, piece in zip(self.shapes, pieces)}
+    def split(self, vectors):
+        """The tree of vectors; tensors are views of them."""
+        found = {}
+        for group, vector in zip(self.groups, vectors, strict=True):
+            ends = [0]
+            for name in group:
+                ends.append(ends[-1] + math.prod(self.shapes[name]))
+            pieces = mx.split(vector, ends[1:-1])
+            found |= {name: piece.reshape(self.shapes[name]) for name, piece in zip(group, pieces, strict=True)}
         return tree_map(found.get, self.names)
 
 
-def norm(vector):
-    """√Σ x² of a vector [P] as `join` makes it, float32."""
-    return mx.sqrt(mx.sum(mx.sum(mx.square(vector.reshape(-1, WIDTH)), axis=1)))
+def norm(vectors):
+    """√Σ x² over all of them, float32."""
+    return mx.sqrt(sum(mx.sum(mx.square(vector)) for vector in vectors))

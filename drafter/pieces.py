@@ -51,7 +51,7 @@ def measure(loop, batch):
         for each in (PIECES, ())
     ]
     prepared = loop.objective.prepare(loop.drafter, batch)
-    found, expected = (twin.slopes(twin.weights, prepared)[2] for twin in twins)
+    found, expected = (mx.concatenate(twin.slopes(twin.weights, prepared)[2]) for twin in twins)
     return trial.distance(found, expected), *trial.in_turns([lambda _, twin=twin: run(twin, batch) for twin in twins])
 
 

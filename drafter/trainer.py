@@ -70,7 +70,7 @@ PATIENCE = 5  # steps in a row, for one batch may happen to hold nothing (assume
 class Trainer:
     """A drafter, its optimizer and its objective: `step` moves the weights once, on all `ranks` alike.
 
-    master: the weights as one float32 vector [P] (see `flat`). compiled: which of a step's two PIECES go through
+    master: the weights as float32 vectors (see `flat`). compiled: which of a step's two PIECES go through
     `mx.compile`; "slopes" needs an objective that draws nothing and whose batches are `objective.Prepared`.
     """
 
@@ -79,7 +79,7 @@ class Trainer:
         self.dtype, self.ranks = getattr(mx, dtype), ranks
         self.vanished = 0  # steps in a row whose gradient was next to nothing under a high loss
         parameters = drafter.trainable_parameters()
-        self.flat = flat.Flat(parameters)
+        self.flat = flat.Flat(parameters, together=mx.default_device().type == mx.DeviceType.gpu)
         self.master = self.flat.join(parameters)
         self.optimizer = optim.AdamW(
             learning_rate=options.learning_rate,
@@ -90,7 +90,7 @@ class Trainer:
         self.optimizer.init({"master": self.master})
         self.compile(compiled)
         self.finished = 0.0  # when the newest record was made
-        self.show(self.master.astype(self.dtype))
+        self.show(self.cast(self.master))
 
     def compile(self, pieces):
         """Put the named PIECES through `mx.compile` from here on."""
@@ -104,8 +104,12 @@ class Trainer:
         """The master weights as the drafter's tree, float32."""
         return self.flat.split(self.master)
 
+    def cast(self, vectors):
+        """Vectors in the dtype that the drafter computes in."""
+        return [vector.astype(self.dtype) for vector in vectors]
+
     def show(self, weights):
-        """Put weights [P], in the dtype it computes in, into the drafter; `weights` keeps them."""
+        """Put weights, vectors as `cast` gives them, into the drafter; `weights` keeps them."""
         self.weights = weights
         self.drafter.update(self.flat.split(weights))
 
@@ -117,10 +121,10 @@ class Trainer:
         """Start step `number` on the device and return what `finish` needs; nothing here waits for the device."""
         start = time.perf_counter()
         prepared = self.objective.prepare(self.drafter, batch)
-        loss, weight, slope = self.ranks.total(self.slopes(self.weights, prepared))
+        loss, weight, slopes = self.ranks.total(self.slopes(self.weights, prepared))
         rate = learning_rate(number, self.steps, self.options)
         state, self.optimizer.state = self.optimizer.state | {"learning_rate": mx.array(rate, mx.float32)}, {}
-        updated = self.update(self.master, state, slope, weight)
+        updated = self.update(self.master, state, slopes, weight)
         self.master, self.optimizer.state, weights, norm = updated
         loss = loss / mx.maximum(weight, 1.0)
         self.show(weights)
@@ -128,7 +132,7 @@ class Trainer:
         return number, loss, norm, rate, start
 
     def slopes(self, weights, prepared):
-        """(Σ w·loss, Σ w, the gradient [P] float32 of the first) of a prepared batch at weights [P]."""
+        """(Σ w·loss, Σ w, the first one's gradient as float32 vectors) of a prepared batch at such weights."""
 
         def total(parameters):
             self.drafter.update(parameters)
@@ -137,14 +141,16 @@ class Trainer:
         (loss, weight), slopes = mx.value_and_grad(total)(self.flat.split(weights))
         return loss, weight, self.flat.join(slopes)
 
-    def update(self, master, state, slope, weight):
-        """AdamW on the mean, clipped gradient: (master, optimizer state, weights [P] to compute with, norm)."""
-        slope = slope / mx.maximum(weight, 1.0)  # a block weighs at least 1 (its slot 1); without any, not 0/0
-        norm = flat.norm(slope)
-        slope = slope * mx.minimum(self.options.max_gradient_norm / (norm + 1e-6), 1.0)
+    def update(self, master, state, slopes, weight):
+        """AdamW on the mean, clipped gradient: (master, optimizer state, weights to compute with, norm)."""
+        weight = mx.maximum(weight, 1.0)  # a block weighs at least 1 (its slot 1); without any, not 0/0
+        slopes = [slope / weight for slope in slopes]
+        norm = flat.norm(slopes)
+        share = mx.minimum(self.options.max_gradient_norm / (norm + 1e-6), 1.0)
         self.optimizer.state = state
-        master = self.optimizer.apply_gradients({"master": slope}, {"master": master})["master"]
-        return master, self.optimizer.state, master.astype(self.dtype), norm
+        slopes = [slope * share for slope in slopes]
+        master = self.optimizer.apply_gradients({"master": slopes}, {"master": master})["master"]
+        return master, self.optimizer.state, self.cast(master), norm
 
     def finish(self, launched):
         """Wait for a launched step. Returns StepRecord; raises NonFinite or Saturated."""
@@ -164,9 +170,10 @@ class Trainer:
     def state(self):
         """Everything a later `restore` needs, as {name: array}: master weights and optimizer state, float32."""
         state = self.optimizer.state
-        moments = {key: dict(tree_flatten(self.flat.split(state["master"][key]))) for key in ("m", "v")}
         kept = {f"parameters.{name}": value for name, value in tree_flatten(self.parameters)}
-        kept |= {f"optimizer.{name}.{key}": value for key, tree in moments.items() for name, value in tree.items()}
+        for key in ("m", "v"):
+            tree = self.flat.split([moments[key] for moments in state["master"]])
+            kept |= {f"optimizer.{name}.{key}": value for name, value in tree_flatten(tree)}
         return kept | {f"optimizer.{key}": state[key] for key in ("step", "learning_rate")}
 
     def restore(self, arrays):
@@ -176,11 +183,11 @@ class Trainer:
             return self.flat.join({name: arrays[kept.format(name)] for name in self.flat.shapes})
 
         self.master = joined("parameters.{}")
-        moments = {key: joined(f"optimizer.{{}}.{key}") for key in ("m", "v")}
+        moments = [{"m": m, "v": v} for m, v in zip(joined("optimizer.{}.m"), joined("optimizer.{}.v"))]
         scalars = {key: arrays[f"optimizer.{key}"] for key in ("step", "learning_rate")}
         self.optimizer.state = scalars | {"master": moments}
         mx.eval(self.master, self.optimizer.state)
-        self.show(self.master.astype(self.dtype))
+        self.show(self.cast(self.master))
 
 
 def of_arrays(slopes):

@@ -278,14 +278,14 @@ def parts(setup, repeats):
     """
     loop, goal, prepared = Ours("parts", setup, ()).trainer, setup.goal, setup.prepared
     drafter = loop.drafter
-    slope = loop.slopes(loop.weights, prepared)[2]
-    mx.eval(slope)
+    slopes = loop.slopes(loop.weights, prepared)[2]
+    mx.eval(slopes)
     made = {
         "target": lambda: goal.prepare(drafter, setup.batch).arrays(),
         "forward": lambda: goal.hidden(drafter, prepared),
         "loss": lambda: goal(drafter, prepared),
         "backward": lambda: loop.slopes(loop.weights, prepared),
-        "update": lambda: loop.update(loop.master, loop.optimizer.state, slope, mx.array(1.0)),
+        "update": lambda: loop.update(loop.master, loop.optimizer.state, slopes, mx.array(1.0)),
     }
     found = {}
     for name, call in made.items():
