@@ -21,10 +21,26 @@ UNDERFLOW = -100.0  # log p below which reverse KL counts no further: exp(−100
 
 
 def cross_entropy(logits, labels):
-    """−log q(label) in nats: logits [..., V], labels [...] int; returns float32 [...]."""
-    logits = logits.astype(mx.float32)
-    picked = mx.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    return mx.logsumexp(logits, axis=-1) - picked
+    """−log q(label) in nats: logits [..., V], labels [...] int; returns float32 [...].
+
+    q serves value and gradient alike (q, less 1 at the label): with V so much wider than all else, each pass over it
+    counts. The value is max z − z(label) − log max q, of which no term can underflow.
+    """
+
+    @mx.custom_function
+    def run(logits):
+        logits = logits.astype(mx.float32)
+        q = mx.softmax(logits, axis=-1)
+        picked = mx.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+        return mx.max(logits, axis=-1) - picked - mx.log(mx.max(q, axis=-1)), q
+
+    @run.vjp
+    def back(logits, cotangents, outputs):
+        q, places = outputs[1], labels[..., None]
+        slope = mx.put_along_axis(q, places, mx.take_along_axis(q, places, axis=-1) - 1, axis=-1)
+        return (cotangents[0][..., None] * slope).astype(logits.dtype)
+
+    return run(logits)[0]
 
 
 def binary_cross_entropy(scores, outcomes):

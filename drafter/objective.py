@@ -177,7 +177,9 @@ class Objective:
         found = {"loss": self.loss.value(logits, self.evidence(prepared, chunk, rows))}
         logits = mx.stop_gradient(logits)
         if self.weights.of_surprise:
-            found["surprise"] = losses.cross_entropy(logits, chunk.labels)
+            judged_by_label = self.loss.value is losses.cross_entropy
+            loss = found["loss"] if judged_by_label else losses.cross_entropy(logits, chunk.labels)
+            found["surprise"] = mx.stop_gradient(loss)
         if drafter.confidence_head or not differentiable:
             found["matches"] = (mx.argmax(logits, axis=-1) == chunk.labels).astype(mx.float32)
         return found
