@@ -1,44 +1,22 @@
 """The evaluations at their edge: each runs on a small target, its result rebuilds, and it refuses in one line."""
 
+import functools
 import json
-import sys
 
 import pytest
 import spec_decode
 
-import edge
 import opening
 import tiny
 from decode.lab import health, timing
 
+pytestmark = pytest.mark.usefixtures("quiet")
 REFERENCES = ["mlx_lm", "mlx_lm-twin", "plain"]
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
-    """Run the command as a shell would: (exit code, closing line, standard output before it, errors)."""
-
-    def call(*argv):
-        monkeypatch.setattr(sys, "argv", ["spec_decode.py", *map(str, argv)])
-        with pytest.raises(SystemExit) as leaving:
-            edge.run(spec_decode.main)
-        out, err = capsys.readouterr()
-        *before, last = out.rstrip("\n").split("\n")
-        return leaving.value.code, json.loads(last), "\n".join(before), err
-
-    return call
-
-
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch):
-    """A machine on which nothing disturbs a row, whatever else runs on this one."""
-    monkeypatch.setattr(health, "disturbance", lambda before, after: [])
-    monkeypatch.setattr(health, "ailments", lambda before, after: [])
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return tiny.folder("llama", tmp_path_factory.mktemp("target"), chat_template=True)
+def command(run_script):
+    return functools.partial(run_script, "spec_decode.py", spec_decode.main)
 
 
 @pytest.fixture

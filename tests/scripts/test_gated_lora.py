@@ -13,10 +13,10 @@ from mlx.utils import tree_flatten
 
 import edge
 import tiny
-from decode.lab import health
 from drafter import checkpoint
 from drafter import target as targets
 
+pytestmark = pytest.mark.usefixtures("quiet")
 STEPS = 6
 SETTINGS = {
     "name": "small", "drafter.kind": "gated_lora", "drafter.block_size": 4, "adapter.rank": 3,
@@ -26,13 +26,6 @@ SETTINGS = {
     "trainer.validate_every": 6, "trainer.validation_rows": 2, "trainer.save_every": 3,
     "trainer.walk_documents": 2, "trainer.walk_tokens": 7,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch):
-    """A machine on which nothing disturbs a row, whatever else runs on this one."""
-    monkeypatch.setattr(health, "disturbance", lambda before, after: [])
-    monkeypatch.setattr(health, "ailments", lambda before, after: [])
 
 
 @pytest.fixture(scope="module")

@@ -1,34 +1,18 @@
 """scripts/make_variant.py at its edge: four recipes, and refusals that leave nothing behind."""
 
+import functools
 import json
-import sys
 
 import make_variant
 import pytest
 
-import edge
 import tiny
 from drafter import manifest
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
-    """Run the command as a shell would: (exit code, closing line, standard output before it, errors)."""
-
-    def call(*argv):
-        monkeypatch.setattr(sys, "argv", ["make_variant.py", *map(str, argv)])
-        with pytest.raises(SystemExit) as leaving:
-            edge.run(make_variant.main)
-        out, err = capsys.readouterr()
-        *before, last = out.rstrip("\n").split("\n")
-        return leaving.value.code, json.loads(last), "\n".join(before), err
-
-    return call
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return tiny.folder("llama", tmp_path_factory.mktemp("target"), chat_template=True)
+def command(run_script):
+    return functools.partial(run_script, "make_variant.py", make_variant.main)
 
 
 @pytest.fixture

@@ -1,16 +1,15 @@
 """The command at its edge: what it prints, writes and refuses. Refusals leave nothing behind."""
 
 import errno
+import functools
 import hashlib
 import io
 import json
 import shutil
-import sys
 
 import pytest
 import spec_decode
 
-import edge
 import evaluate
 import measuring
 import opening
@@ -20,34 +19,12 @@ from decode.lab import arms, health, timing
 from drafter import checkpoint, manifest
 from drafter import target as targets
 
-
-def call(monkeypatch, capsys, *argv, stdin=""):
-    """Run the command as a shell would: (exit code, closing line as a dict, standard output before it, errors)."""
-    monkeypatch.setattr(sys, "argv", ["spec_decode.py", *map(str, argv)])
-    monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-    with pytest.raises(SystemExit) as leaving:
-        edge.run(spec_decode.main)
-    out, err = capsys.readouterr()
-    *before, last = out.rstrip("\n").split("\n")
-    return leaving.value.code, json.loads(last), "\n".join(before), err
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
-    """`call` with this test's capture."""
-    return lambda *argv, **options: call(monkeypatch, capsys, *argv, **options)
-
-
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch):
-    """A machine on which nothing disturbs a row, whatever else runs on this one."""
-    monkeypatch.setattr(health, "disturbance", lambda before, after: [])
-    monkeypatch.setattr(health, "ailments", lambda before, after: [])
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return tiny.folder("llama", tmp_path_factory.mktemp("target"), chat_template=True)
+def command(run_script):
+    return functools.partial(run_script, "spec_decode.py", spec_decode.main)
 
 
 @pytest.fixture

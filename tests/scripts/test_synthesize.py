@@ -1,5 +1,6 @@
 """scripts/synthesize.py at its edge: what it prints, writes and refuses; a refusal leaves nothing behind."""
 
+import functools
 import gzip
 import json
 import os
@@ -20,23 +21,8 @@ CAP = 9
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
-    """Run the command as a shell would: (exit code, closing line, standard output before it, errors)."""
-
-    def call(*argv):
-        monkeypatch.setattr(sys, "argv", ["synthesize.py", *map(str, argv)])
-        with pytest.raises(SystemExit) as leaving:
-            edge.run(synthesize.main)
-        out, err = capsys.readouterr()
-        *before, last = out.rstrip("\n").split("\n")
-        return leaving.value.code, json.loads(last), "\n".join(before), err
-
-    return call
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return tiny.folder("llama", tmp_path_factory.mktemp("target"), chat_template=True)
+def command(run_script):
+    return functools.partial(run_script, "synthesize.py", synthesize.main)
 
 
 @pytest.fixture

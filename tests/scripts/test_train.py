@@ -37,23 +37,8 @@ SETTINGS = {
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
-    """Run the command as a shell would: (exit code, closing line, standard output before it, errors)."""
-
-    def call(argv):
-        monkeypatch.setattr(sys, "argv", ["train.py", *argv])
-        with pytest.raises(SystemExit) as leaving:
-            edge.run(train.main)
-        out, err = capsys.readouterr()
-        *before, last = out.rstrip("\n").split("\n")
-        return leaving.value.code, json.loads(last), "\n".join(before), err
-
-    return call
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return tiny.folder("llama", tmp_path_factory.mktemp("target"), chat_template=True)
+def command(run_script):
+    return lambda argv: run_script("train.py", train.main, *argv)
 
 
 @pytest.fixture(scope="module")
