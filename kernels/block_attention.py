@@ -151,7 +151,8 @@ def attend_rows_reference(queries, keys, values, length, part, block_keys, block
     L = keys.shape[2]
     context = mx.broadcast_to(mx.arange(L)[None] < first(length), (W, L))
     row, own = mx.arange(W)[:, None], mx.arange(W)[None]
-    seen = mx.concatenate([context, own + 0 * row < whole if whole else own <= row], axis=1)
+    block = mx.broadcast_to(own < whole, (W, W)) if whole else own <= row
+    seen = mx.concatenate([context, block], axis=1)
     keys, values = (mx.concatenate(both, axis=2) for both in ((keys, block_keys), (values, block_values)))
     answer = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=seen)
     answer = answer.swapaxes(1, 2).reshape(1, W, H * d)

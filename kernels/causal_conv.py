@@ -59,7 +59,8 @@ def causal_conv(x, weight, state=None, documents=None, differentiable=False, bui
     state           [R,K−1,C], the inputs before the first; None is zeros
     documents       [R,T] int, or None: no tap reads another document. What the state holds belongs to the first's.
     differentiable  whether gradients are wanted, which the kernel does not give
-    build           "host" runs the kernel's host build; None takes the kernel where it serves, else plain operations
+    build           a build of the kernel, as `portable.Kernel` takes it; None takes the kernel where it serves, else
+                    plain operations
 
     The sum is float32, and rounded to x's dtype before silu, as mlx's convolution does.
     """

@@ -44,7 +44,8 @@ def replay(state, tape, n, build=None):
 
     state  [R,Hv,Dv,Dk] float32, or None for zero
     n      int, or int32 array of one number or of R; 0 gives the state back
-    build  "host" runs the kernel's host build; None takes the kernel where it serves, else plain operations
+    build  a build of the kernel, as `portable.Kernel` takes it; None takes the kernel where it serves, else plain
+           operations
     """
     if build or serves("fused_delta.replay", tape.k, tape.delta, tape.g):
         return fused_delta.replay(state, tape, n, build)

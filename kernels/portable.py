@@ -247,7 +247,7 @@ def scalar(value):
 
 @functools.lru_cache(maxsize=4096)
 def whole_number(value):
-    """The scalar argument for an int, made once and computed on the device.
+    """The scalar argument for an int that must be an array, made once and computed on the device.
 
     MLX keeps arrays of up to 8 bytes, and what comes from Python, in memory that a CUDA device reads over PCIe, again
     in every threadgroup: a kernel of a few hundred threadgroups then takes 20 µs instead of 3 (measured on an H200).
