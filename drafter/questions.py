@@ -18,26 +18,35 @@ BEGINNING = (8, 65)  # tokens of a document's beginning, drawn evenly from this 
 
 @dataclasses.dataclass(frozen=True)
 class Asking:
-    """How user turns are written: temperature, the longest in tokens, the only script wanted (or None)."""
+    """How user turns are written: temperature, the longest in tokens, the only script wanted (or None), first words.
+
+    beginnings: first words, shared out evenly over the first turns of conversations; the target goes on from them.
+    """
 
     temperature: float = 1.0
     max_tokens: int = 128
     script: str | None = None
+    beginnings: tuple = ("",)
 
 
 @dataclasses.dataclass(frozen=True)
 class Opening:
-    """The token ids before a user's turn, the sequences of ids that end it, and the text that follows it."""
+    """The ids that a user's turn goes on from, the sequences of ids that end it, what follows it, its first words."""
 
     tokens: list
     ends: tuple
     closing: str
+    begun: str = ""
 
 
-def opening(target, messages, options):
-    """The Opening of a user's turn after `messages`; raises UserError where the target has no way to begin one."""
+def opening(target, messages, options, begun=""):
+    """The Opening of a user's turn after `messages`, its first words given or none.
+
+    Raises UserError where the target has no way to begin one.
+    """
     if target.raw_reason():
-        return Opening([first_id(target)], tuple((token,) for token in sorted(target.eos_ids)), "")
+        tokens = [first_id(target), *target.tokenizer.encode(begun, add_special_tokens=False)]
+        return Opening(tokens, tuple((token,) for token in sorted(target.eos_ids)), "", begun)
     text = target.render([*messages, {"role": "user", "content": MARK}], options, generation=False)
     before, mark, after = text.partition(MARK)
     if not mark:
@@ -46,8 +55,8 @@ def opening(target, messages, options):
     closing = list(target.tokenizer.encode(after, add_special_tokens=False))
     if closing:
         ends.add(tuple(closing[:1] if closing[0] in special_ids(target) else closing))
-    tokens = list(target.tokenizer.encode(before.rstrip(" "), add_special_tokens=False))
-    return Opening(tokens, tuple(sorted(ends)), after.strip())
+    tokens = list(target.tokenizer.encode(before.rstrip(" ") + begun, add_special_tokens=False))
+    return Opening(tokens, tuple(sorted(ends)), after.strip(), begun)
 
 
 def first_id(target):
@@ -69,9 +78,18 @@ def question_job(target, name, subject, opened, asking, seed):
     longest = asking.max_tokens
     if target.raw_reason():
         least, end = BEGINNING
-        drawn = int(hashlib.sha256(f"{seed}:length:{name}".encode()).hexdigest(), 16)
-        longest = min(longest, least + drawn % (end - least))
+        longest = min(longest, least + drawn(f"{seed}:length:{name}", end - least))
     return Job(name, subject, opened.tokens, asking.temperature, longest, opened.ends)
+
+
+def beginning(asking, name, seed):
+    """Which of the first words a conversation begins with, by seed and name."""
+    return asking.beginnings[drawn(f"{seed}:beginning:{name}", len(asking.beginnings))]
+
+
+def drawn(key, count):
+    """A number below `count`, by a digest of the key."""
+    return int(hashlib.sha256(key.encode()).hexdigest(), 16) % count
 
 
 def read_question(target, opened, tokens, finish, asking):
@@ -84,7 +102,7 @@ def read_question(target, opened, tokens, finish, asking):
     raw = target.raw_reason()
     if raw and finish == "length":
         text = text[: max(0, *map(text.rfind, (" ", "\n", "\t")))]  # the last word may be half of one
-    text = text.strip()
+    text = (opened.begun + text).strip()
     if special.intersection(body):
         return text, "special token"
     if not raw and finish == "length":

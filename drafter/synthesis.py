@@ -14,6 +14,7 @@ While it runs, whole lines are appended (see `journal`); a run that stops, for w
 
 import collections
 import dataclasses
+import functools
 import json
 import pathlib
 import re
@@ -253,10 +254,12 @@ def write_prompts(author, place, number, system, batching, progress):
 def written_prompts(author, names, system, batching, observe):
     """Yield the rows of prompts that the target writes, as they are finished."""
     target, asking, seed = author.target, author.recipe.asking, author.recipe.seed
-    opened = questions.opening(target, system_turn(system), author.recipe.template_options)
-    jobs = [questions.question_job(target, f"prompt {name}", name, opened, asking, seed) for name in names]
+    begin = functools.partial(questions.opening, target, system_turn(system), author.recipe.template_options)
+    openings = {text: begin(text) for text in asking.beginnings}
+    opened = {name: openings[questions.beginning(asking, name, seed)] for name in names}
+    jobs = [questions.question_job(target, f"prompt {name}", name, opened[name], asking, seed) for name in names]
     for job, tokens, finish in answer(target, collections.deque(jobs), observe=observe, **batching):
-        text, fault = questions.read_question(target, opened, tokens, finish, asking)
+        text, fault = questions.read_question(target, opened[job.subject], tokens, finish, asking)
         yield {"id": job.subject, "text": text, "fault": fault}
 
 

@@ -3,6 +3,7 @@
     python scripts/synthesize.py --target smollm2 --prompts questions.jsonl --limit 2000 --out runs/synthesis/mine
     python scripts/synthesize.py --prompts configs/data/general.yaml --count 4000 --temperature 0,0.7 --minutes 8
     python scripts/synthesize.py --target MY/MODEL --self-prompts 20000 --turns 2 --out runs/synthesis/mine
+    python scripts/synthesize.py --self-prompts 9000 --user-begins "" --user-begins "Write a Python function" --out …
 
 Prompts come from JSONL (`turns`, of which the first is asked, `prompt` or `question`), .txt (one a line), .yaml
 templates, a dataset (hf:NAME[:SPLIT[:COLUMN[:SUBSET]]]), or from the target itself. The chat template is applied. The
@@ -44,6 +45,12 @@ def parse(argv):
     )
     parser.add_argument("--user-temperature", type=temperature, default=1.0, help="of user turns (%(default)s)")
     parser.add_argument("--user-tokens", type=positive, default=128, help="longest user turn (%(default)s)")
+    parser.add_argument(
+        "--user-begins",
+        action="append",
+        metavar="TEXT",
+        help="first words of prompts that the target writes; several are shared out evenly (none)",
+    )
     parser.add_argument("--script", help="the only script wanted in user turns, such as latin or cyrillic (any)")
     parser.add_argument(
         "--template-option",
@@ -129,7 +136,9 @@ def main(argv):
         max_tokens=options.max_tokens,
         turns=options.turns,
         template_options=dict(options.template_option),
-        asking=questions.Asking(options.user_temperature, options.user_tokens, options.script),
+        asking=questions.Asking(
+            options.user_temperature, options.user_tokens, options.script, tuple(options.user_begins or [""])
+        ),
     )
     model = target.load(options.target, dtype=options.dtype)
     out = options.out or edge.ROOT / "runs" / "synthesis" / pathlib.PurePath(options.target).name

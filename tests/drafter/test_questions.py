@@ -79,6 +79,24 @@ def test_a_turn_that_ends_in_plain_text_ends_there(folder):
     assert read == ("the miller counted sacks", None)
 
 
+@pytest.mark.parametrize("kind", ["chat", "raw"])
+def test_first_words_stand_before_what_is_written_and_in_the_prompt(request, kind):
+    target = request.getfixturevalue(kind)
+    plain, opened = (questions.opening(target, [], {}, begun) for begun in ("", "the river ran"))
+    assert text_of(target, opened.tokens) == text_of(target, plain.tokens) + "the river ran"
+    assert opened.ends == plain.ends
+    tokens = list(target.tokenizer.encode(" past the old mill", add_special_tokens=False))
+    read = questions.read_question(target, opened, tokens, "stop", questions.Asking())
+    assert read == ("the river ran past the old mill", None)
+
+
+def test_beginnings_are_shared_out_evenly_and_by_name(chat):
+    asking = questions.Asking(beginnings=("", "the mill", "add"))
+    given = [questions.beginning(asking, f"{name:08}", 5) for name in range(300)]
+    assert all(80 < given.count(each) < 120 for each in asking.beginnings)
+    assert given != [questions.beginning(asking, f"{name:08}", 6) for name in range(300)]
+
+
 def test_a_template_that_hides_the_text_is_refused(folder):
     target = load(folder(chat_template=True, seed=4), chat_template="{{ messages|length }}")
     with pytest.raises(UserError, match="hides the user's text; give prompts of your own"):
@@ -234,6 +252,16 @@ def test_a_run_stopped_at_any_stage_continues_to_the_same_bytes(chat, whole, tmp
 def test_sampled_rows_are_the_same_in_any_batch(chat, whole, tmp_path, batch_size):
     assert run(chat, tmp_path, GIVEN, **WHOLE, batch_size=batch_size) == whole[1]
     assert contents(tmp_path) == contents(whole[0])
+
+
+def test_prompts_begin_with_the_words_they_were_given(chat, tmp_path):
+    begun = dataclasses.replace(ASKING, beginnings=("the miller counted", "the grain"))
+    run(chat, tmp_path, self_prompts=12, asking=begun)
+    texts = [row["text"] for row in rows_of(tmp_path, "prompts")]
+    assert {text.startswith("the miller counted") for text in texts} == {True, False}
+    assert all(text.startswith(begun.beginnings) for text in texts)
+    with pytest.raises(UserError, match="asking"):
+        run(chat, tmp_path, self_prompts=12, asking=ASKING)
 
 
 def test_another_seed_gives_other_prompts(chat, whole, tmp_path):
