@@ -13,6 +13,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import typing
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -120,8 +121,8 @@ class RecurrentCache(ArraysCache):
     leaves the rows' tape, and the window they were convolved in, here. Nothing is kept of any other row.
 
     documents  ids [R,T] of the packed rows about to be fed: the state is emptied where a document begins
-    tape       of the rows fed since `arm`, None before the first
-    window     [R,K−1+T,C]: the convolution state at `arm`, then the rows' inputs
+    tape       of the rows fed since `arm`, None before the first; past the first `rows`, what only pads
+    window     [R,K−1+T,C]: the convolution state at `arm`, then the inputs of the tape's T rows
     owed       rows of a tape that S still lacks (fused_layer.Owed) or None: added by whoever reads `cache`, or by the
                next rows' own kernel, which then says so with `settle`
     watcher    called with (k, v, g, beta, window) of the rows fed, from which the state after any of them can be had
@@ -129,12 +130,15 @@ class RecurrentCache(ArraysCache):
 
     documents = tape = window = before = owed = watcher = None
     recording = owing = False
+    fed = 0
 
     @property
     def cache(self):
         """[convolution state, S], S with what it was owed."""
         if self.owed:
             self.settle(replay(self.held[1], *self.owed))
+        if isinstance(self.held[0], Cut):
+            self.held = [self.held[0].rows(), self.held[1]]
         return self.held
 
     @cache.setter
@@ -152,7 +156,7 @@ class RecurrentCache(ArraysCache):
     @property
     def rows(self):
         """Rows fed since `arm`."""
-        return 0 if self.tape is None else self.tape.delta.shape[1]
+        return 0 if self.tape is None else self.fed
 
     def arm(self):
         """Note where the state stands and record from here on; references, no copies."""
@@ -160,12 +164,16 @@ class RecurrentCache(ArraysCache):
         self.tape = self.window = None
         self.recording, self.owing = True, self.owed is not None
 
-    def record(self, tape, window):
-        """Add the tape of T more rows and the window [R,K−1+T,C] they were convolved in."""
+    def record(self, tape, window, count=None):
+        """Add the tape of T more rows and the window [R,K−1+T,C] they were convolved in; the first `count` count."""
+        T = tape.delta.shape[1]
+        count = T if count is None else count
         if self.tape is not None:  # rows fed piecewise
-            window = mx.concatenate([self.window, window[:, -tape.delta.shape[1] :]], axis=1)
-            tape = joined(self.tape, tape)
-        self.tape, self.window = tape, window
+            kept = window.shape[1] - T
+            window = mx.concatenate([self.window[:, : kept + self.fed], window[:, kept : kept + count]], axis=1)
+            tape = joined(first_rows(self.tape, self.fed), first_rows(tape, count))
+            count += self.fed
+        self.tape, self.window, self.fed = tape, window, count
 
     def keep(self, n):
         """Leave what the first n of the recorded rows would have left, and stop recording.
@@ -178,7 +186,10 @@ class RecurrentCache(ArraysCache):
         (conv, S), lengths, padding = self.before
         self.lengths, self.left_padding = own(lengths), own(padding)
         if n:
-            self.held, self.owed = [conv_after(self, self.window, n, self.rows), S], fused_layer.Owed(self.tape, n)
+            T = self.tape.delta.shape[1]
+            short = T <= SHORT and self.lengths is None
+            conv = Cut(self.window, n, self.window.shape[1] - T) if short else conv_after(self, self.window, n, T)
+            self.held, self.owed = [conv, S], fused_layer.Owed(self.tape, n)
             self.advance(n)
         else:  # where no row was fed, what was owed at `arm` still is
             self.held, self.owed = [conv, S], self.owed if self.owing else None
@@ -186,6 +197,19 @@ class RecurrentCache(ArraysCache):
     def extract(self, idx):
         """One row's cache, of this kind."""
         return grown(super().extract(idx))
+
+
+class Cut(typing.NamedTuple):
+    """A convolution's state that is still within a window: `size` rows of it from row `n`. Most are never cut out: the
+    next rows' kernel reads them where they are."""
+
+    window: mx.array
+    n: int
+    size: int
+
+    def rows(self):
+        """The state, [R,K−1,C]."""
+        return self.window[:, self.n : self.n + self.size]
 
 
 RecurrentCache.__name__ = ArraysCache.__name__  # what mlx-lm's files of caches call it, who loads only its own kinds
@@ -202,6 +226,12 @@ def grown(entry):
 def own(array):
     """The same array, or None, under a Python object of its own: mlx-lm counts rows down in place."""
     return array if array is None else copy.copy(array)
+
+
+def first_rows(tape, n):
+    """A tape's first n rows."""
+    fields = [field.name for field in dataclasses.fields(Tape)]
+    return tape if n == tape.delta.shape[1] else Tape(*(getattr(tape, name)[:, :n] for name in fields))
 
 
 def joined(first, second):

@@ -146,7 +146,7 @@ class Recurrence:
     def run(self, route, x, residual, place, state, record):
         """(residual + the layer's answer to x, (window, state after the rows that count, tape, settled state)).
 
-        state is (convolution's state, S), or these and a tape's δ, k, g and n where S is owed n of its rows.
+        state is (convolution's state, S), or (window, S, δ, k, g, n) where S is owed the first n rows of a tape.
         """
         layer = self.layer
         qkv, z, b, a = route.product(x, *self.projections)

@@ -151,10 +151,14 @@ def append(entry, rows, W):
 
 
 def recurrent_state(entry, empty):
-    """What a recurrent layer reads of its cache: (convolution's state, S), and what S is owed; empty: where unset."""
-    held = tuple(first if value is None else value for value, first in zip(entry.held, empty, strict=True))
-    tape, n = entry.owed or (None, 0)
-    return (*held, tape.delta, tape.k, tape.g, scalar(n)) if tape else held
+    """What a recurrent layer reads of its cache: (convolution's state, S), or (window, S, what S is owed of its rows).
+
+    empty: the state where none is set.
+    """
+    if entry.owed and isinstance(entry.held[0], hybrid.Cut):
+        (conv, S), (tape, n) = entry.held, entry.owed
+        return conv.window, S, tape.delta, tape.k, tape.g, scalar(n)
+    return tuple(first if value is None else value for value, first in zip(entry.cache, empty, strict=True))
 
 
 def leave(entry, rows, W):
@@ -163,11 +167,9 @@ def leave(entry, rows, W):
     kept = window.shape[1] - width(W)
     if settled:
         entry.settle(*settled)
-    entry.cache = [window[:, W : W + kept], after]
-    if tape and width(W) > W:
-        tape, window = (part[:, :W] for part in tape), window[:, : kept + W]
+    entry.cache = [hybrid.Cut(window, W, kept), after]
     if tape:
-        entry.record(Tape(*tape), window)
+        entry.record(Tape(*tape), window, W)
 
 
 def for_model(model, backbone, route=KERNELS):

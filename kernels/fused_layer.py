@@ -14,7 +14,7 @@ import typing
 import mlx.core as mx
 
 from kernels import verdicts
-from kernels.causal_conv import causal_conv
+from kernels.causal_conv import causal_conv, state_after
 from kernels.fused_delta import FEW, HEADER, TOLERANCE, Layout
 from kernels.gated_delta import gated_delta, replay
 from kernels.plain_delta import Tape
@@ -32,6 +32,7 @@ BODY = """
   constexpr int C = 2 * Hk * Dk + Hv * Dv, AHEAD = 4;
   const int h = GROUP_Y, r = GROUP_Z, own = h / (Hv / Hk), count = SCALAR(tokens), lane = LANE % LANES;
   const int top = GROUP_X * TILE, below = (SIMDGROUP * (32 / LANES) + LANE / LANES) * ROWS, rows = Dv - top - below;
+  const int wide = K - 1 + (OWED ? SCALAR(owed_tokens) : 0), skip = OWED ? SCALAR(owed) : 0;  // of `before`
   const bool speaks = GROUP_X == 0 && h % (Hv / Hk) == 0;  // one threadgroup of a key head writes for all
   const long start = long(r) * count, home = ((long(r) * Hv + h) * Dv + top + below) * Dk + WIDE * lane;
   using Whole = Pack<InT, WIDE>;
@@ -93,7 +94,7 @@ BODY = """
     UNROLL
     for (int t = 1 - K; t < MOST; ++t) {
       if (t >= count) continue;
-      line[t + K - 1] = t < 0 ? before[(long(r) * (K - 1) + K - 1 + t) * C + c] : qkv[(start + t) * C + c];
+      line[t + K - 1] = t < 0 ? before[(long(r) * wide + skip + K - 1 + t) * C + c] : qkv[(start + t) * C + c];
       if (speaks || part == 2) window[(long(r) * (K - 1 + count) + K - 1 + t) * C + c] = line[t + K - 1];
     }
     UNROLL
@@ -190,7 +191,8 @@ def layer(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=False
 
     qkv [R,T,C]   a, b [R,T,Hv]   weight [C,K,1]   A, dt [Hv]: the logarithm of the decay, and the bias of a
     heads   (Hk, Hv, Dk, Dv)
-    before  [R,K−1,C], the convolution's state; None is zeros.   state  [R,Hv,Dv,Dk] float32; None is zeros
+    before  [R,K−1,C], the convolution's state; None is zeros. Where rows are owed, their window [R,K−1+T',C]
+    state   [R,Hv,Dv,Dk] float32; None is zeros
     record  whether to keep a Tape
     kept    how many of the T tokens count, int32 of one element: the state is the one after them; None is all
     owed    an Owed: rows to be added to `state` first; a commit costs no launch of its own then. None is none
@@ -237,7 +239,10 @@ def nothing(dtype):
 def by_parts(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=False, kept=None, owed=None):
     """`layer` as its parts, each by its own route."""
     Hk, Hv, Dk, Dv = heads
-    state = settled = replay(state, owed.tape, owed.n if isinstance(owed.n, int) else first(owed.n)) if owed else state
+    if owed:
+        n = owed.n if isinstance(owed.n, int) else first(owed.n)
+        before, state = state_after(before, n, weight.shape[1]), replay(state, owed.tape, n)
+    settled = state
     convolved, window = causal_conv(qkv, weight, before)
     q, k, v = mx.split(convolved, [Hk * Dk, 2 * Hk * Dk], axis=-1)
     q, k = (mx.fast.rms_norm(part.reshape(*qkv.shape[:2], Hk, Dk), None, EPSILON / Dk) for part in (q, k))

@@ -109,7 +109,7 @@ def forget(kernel, case):
 
 def current():
     """{(kernel, case): Verdict} of all that holds for this device, this MLX and today's sources."""
-    entries = read().items()
+    entries = {name: entry for name, entry in read().items() if known(module_of(entry["kernel"]))}.items()
     return {(e["kernel"], e["case"]): Verdict(**e) for name, e in entries if name == key(e["kernel"], e["case"])}
 
 
@@ -192,6 +192,11 @@ def key(kernel, case):
 def module_of(kernel):
     """The module of kernels/ that a kernel's name begins with."""
     return kernel.split(".")[0]
+
+
+def known(module):
+    """Whether a module is in this room or registered in this process; verdicts of other processes may name more."""
+    return module in _above or (FOLDER / f"{module}.py").exists()
 
 
 @functools.cache

@@ -108,8 +108,21 @@ def check_every_commit(model, start, rows, tolerance):
 
 def new_caches(model, kind):
     """Empty caches of a kind, one a layer; the model's own where the kind is a model's."""
+    if kind == "quantised" and not quantised_products():
+        pytest.skip("MLX has no quantised product of few float32 rows here")
     made = {**CACHES, "strange": Strange}.get(kind)
     return [made() for _ in model.layers] if made else hybrid.make_cache(model)
+
+
+@functools.cache
+def quantised_products():
+    """Whether MLX can attend through quantised keys on this device: its CUDA build cannot."""
+    try:
+        keys = mx.quantize(mx.ones((4, 32)), group_size=32, bits=8)
+        mx.eval(mx.quantized_matmul(mx.ones((3, 32)), *keys, transpose=True, group_size=32, bits=8))
+    except RuntimeError:
+        return False
+    return True
 
 
 def prefilled(model, kind, prompt):
@@ -279,12 +292,13 @@ def test_abort_restores_whatever_was_fed(model, hybrids, kind):
 
 
 def test_quantising_between_transactions_is_seen(model):
-    cache = [KVCache() for _ in model.layers]
+    cache = new_caches(model, "kv")
     feed(model, cache, ids(3, 7))
     transaction = Transaction(cache, None)
     transaction.begin(3)
     feed(model, cache, ids(1, 3))
     transaction.commit(1)
+    new_caches(model, "quantised")  # skips where they cannot be used
     cache[:] = [entry.to_quantized(group_size=32, bits=8) for entry in cache]
     oracle = copy.deepcopy(cache)
     transaction.begin(4)

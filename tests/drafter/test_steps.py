@@ -10,7 +10,7 @@ import pytest
 import tiny
 from drafter import layers, steps, target
 
-TOLERANCE = 6e-5
+TOLERANCE = 6e-5 if mx.default_device() == mx.cpu else 2e-4  # of values up to 13; a GPU sums in yet other orders
 WIDTHS = (1, 1, 5, 8, 1, 16, 3, 17)
 TAPS = (0, 2)
 
@@ -182,6 +182,21 @@ def test_rows_owed_to_a_state_survive_a_forward_that_is_taken_back(known, step):
         take_back(mine, 6, 0)
     arm(mine)  # and one that was not fed at all
     take_back(mine, 0, 0)
+    assert_same(mine, theirs)
+
+
+@pytest.mark.parametrize("n", [0, 3, 9, 17])
+def test_rows_fed_in_two_steps_can_be_taken_back(known, step, n):
+    """Each step pads its rows to a kernel's tile; what a transaction holds of them is the rows alone."""
+    text, mine, theirs = tokens_for(known, 40), known.make_cache(), known.make_cache()
+    for caches in (mine, theirs):
+        known.forward(text[:, :7], caches)
+    arm(mine)
+    step(text[:, 7:12], mine)
+    step(text[:, 12:24], mine)
+    take_back(mine, 17, n)
+    if n:
+        known.forward(text[:, 7 : 7 + n], theirs)
     assert_same(mine, theirs)
 
 

@@ -85,11 +85,11 @@ def test_rows_that_only_pad_leave_no_mark():
 @pytest.mark.parametrize("n", [0, 1, 4])
 def test_rows_that_are_owed_count_as_if_they_had_been_replayed(n):
     options, given = {"record": True, "build": BUILD, "layout": Layout(8, 2, 1)}, arguments(5)
-    tape = fused_layer.layer_step(*arguments(4), **options).tape
-    owed = fused_layer.Owed(tape, n)
+    _, _, window, tape, _ = fused_layer.layer_step(*arguments(4), **options)
+    owed, state = fused_layer.Owed(tape, n), replay(given[-1], tape, n, build=BUILD)
+    expected = fused_layer.layer_step(*given[:-2], window[:, n : n + K - 1], state, **options)
+    given = [*given[:-2], window, given[-1]]
     found = fused_layer.layer_step(*given, owed=owed, **options)
-    state = replay(given[-1], tape, n, build=BUILD)
-    expected = fused_layer.layer_step(*given[:-1], state, **options)
     np.testing.assert_array_equal(np.array(found.settled), np.array(state))
     for one, other in zip(flat(found), flat(expected), strict=False):
         np.testing.assert_array_equal(np.array(one), np.array(other))

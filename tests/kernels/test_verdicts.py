@@ -133,6 +133,19 @@ def test_the_digest_covers_the_module_what_it_is_made_of_and_the_prologues(monke
     assert covered == {"one.py", "two.py", "three.py", "prologue/host.h"}
 
 
+def test_verdicts_on_modules_that_this_process_does_not_know_are_passed_over(monkeypatch, tmp_path):
+    """Another process registered more, or another version had a module that is gone."""
+    made = tmp_path / "upstairs.py"
+    made.write_text("")
+    with monkeypatch.context() as patch:
+        patch.setitem(verdicts._above, "upstairs", (made,))
+        verdicts.record("upstairs.cycle", CASE, "use", "a reason")
+        assert verdicts.state("upstairs.cycle", CASE).verdict == "use"
+    verdicts.record(KERNEL, CASE, "use", "a reason")
+    assert verdicts.current().keys() == {(KERNEL, CASE)}
+    assert verdicts.state("upstairs.cycle", CASE) is None
+
+
 # --- what is forced
 
 
