@@ -37,11 +37,16 @@ def main(argv):
     shape = costs.Shape(options.rows, options.row_tokens, options.blocks, options.rows_per_chunk)
     drafter = config.DrafterConfig(num_hidden_layers=options.layers, block_size=options.block_size, mask_token_id=0)
     setup = costs.set_up(target, drafter, shape, 1 + options.warmup + options.rounds * options.steps)
-    found = costs.measure(setup, shape, options.arms, options.steps, options.rounds, options.warmup)
+    found = costs.measure(setup, shape, options.arms, options.steps, options.rounds, options.warmup, say)
     out.parent.mkdir(parents=True, exist_ok=True)
     manifest.write_json(out, header | {"training_cost": found})
     print(table(found), flush=True)
     return closing(found, out)
+
+
+def say(line):
+    """Tell of progress, beside the result."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def parse(argv):

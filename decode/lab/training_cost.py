@@ -232,12 +232,16 @@ def timed(call):
 # The measurements.
 
 
-def compare(arms, steps, rounds, warm):
+def compare(arms, steps, rounds, warm, say=lambda line: None):
     """Seconds of `rounds` runs of `steps` steps of each arm, in turns, after `warm` steps that compile.
 
     Returns {arm: {"first_step_s", "runs_s", "step_ms", "loss"}}; the order turns around in every other round.
+    say(line): told of each arm's first step, which may compile for minutes.
     """
-    found = {arm.name: {"first_step_s": stopwatch(arm, 0, 1)[0], "runs_s": []} for arm in arms}
+    found = {}
+    for arm in arms:
+        found[arm.name] = {"first_step_s": stopwatch(arm, 0, 1)[0], "runs_s": []}
+        say(f"{arm.name}: first step {found[arm.name]['first_step_s']:.1f} s")
     for arm in arms:
         arm.run(1, warm)
     for turn in range(rounds):
@@ -296,12 +300,12 @@ def parts(setup, repeats):
     return found
 
 
-def measure(setup, shape, names, steps, rounds, warm):
+def measure(setup, shape, names, steps, rounds, warm, say=lambda line: None):
     """All of the above as one result. names: of OURS and PLAIN; those of PLAIN are left out where they cannot run."""
     compared, why = arms(setup, names)
     slots = int(setup.batch.anchors.supervised.sum())
     work, before, top = step_flops(setup.drafter.config, shape, slots), health.snapshot(), peak(setup.dtype)
-    found = compare(compared, steps, rounds, warm)
+    found = compare(compared, steps, rounds, warm, say)
     for row in found.values():
         row |= rates(row["step_ms"] / 1e3, setup, shape, slots, sum(work.values()), top)
     best = min((arm.name for arm in compared if arm.name in OURS), key=lambda name: found[name]["step_ms"])

@@ -118,7 +118,7 @@ def test_every_block_fits_its_document_and_every_slot_counts(setup):
 
 
 def test_runs_alternate_and_each_begins_where_the_last_one_ended():
-    calls = []
+    calls, said = [], []
 
     class Arm:
         def __init__(self, name):
@@ -128,7 +128,8 @@ def test_runs_alternate_and_each_begins_where_the_last_one_ended():
             calls.append((self.name, first, count))
             return 1.5
 
-    found = costs.compare([Arm("a"), Arm("b")], 4, 2, 3)
+    found = costs.compare([Arm("a"), Arm("b")], 4, 2, 3, said.append)
+    assert said == ["a: first step 0.0 s", "b: first step 0.0 s"]
     assert calls == [
         ("a", 0, 1), ("b", 0, 1), ("a", 1, 3), ("b", 1, 3), ("a", 4, 4), ("b", 4, 4), ("b", 8, 4), ("a", 8, 4),
     ]  # fmt: skip
