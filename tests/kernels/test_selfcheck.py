@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pathlib
 
 import bad_kernels
 import mlx.core as mx
@@ -11,7 +12,7 @@ import pytest
 from kernels import selfcheck, verdicts
 from kernels.verdicts import Check
 
-MODULES = ("bad_kernels",)
+MODULES, BODIES = ("bad_kernels",), pathlib.Path(bad_kernels.__file__)
 SECONDS = 5  # for a check; a host build takes one on a busy machine
 
 
@@ -24,7 +25,7 @@ def measured(tmp_path_factory):
     """{name: Verdict} of one real run over all bodies, each measured in a child process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FOREDRAFT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(verdicts, "source_digest", lambda module: "0" * 64)
+        patch.setitem(verdicts._above, "bad_kernels", (BODIES,))
         found = selfcheck.run({"bodies": list(bad_kernels.BODIES)}, MODULES, timeout_s=SECONDS)
         assert set(found) == set(verdicts.current().values())
         yield {verdict.kernel.split(".")[1]: verdict for verdict in found}
@@ -103,7 +104,7 @@ class Scripted:
 def scripted(tmp_path, monkeypatch):
     """script(answers): the child processes that follow answer so."""
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
-    monkeypatch.setattr(verdicts, "source_digest", lambda module: "0" * 64)
+    monkeypatch.setitem(verdicts._above, "bad_kernels", (BODIES,))
 
     def script(fault=None, **answers):
         child = Scripted(answers, fault)
