@@ -175,6 +175,12 @@ class RecurrentCache(ArraysCache):
             count += self.fed
         self.tape, self.window, self.fed = tape, window, count
 
+    def owe(self, tape, window, count):
+        """Record, and leave the state as it is, owed the first `count` rows of the tape."""
+        self.record(tape, window, count)
+        conv = Cut(window, count, window.shape[1] - tape.delta.shape[1])
+        self.held, self.owed = [conv, self.held[1]], fused_layer.Owed(tape, count)
+
     def keep(self, n):
         """Leave what the first n of the recorded rows would have left, and stop recording.
 
@@ -197,6 +203,14 @@ class RecurrentCache(ArraysCache):
     def extract(self, idx):
         """One row's cache, of this kind."""
         return grown(super().extract(idx))
+
+
+def arrays(entry):
+    """Every array that a cache holds, a tree: what to wait for. What a recurrent state is owed stays owed to it."""
+    if not isinstance(entry, RecurrentCache):
+        return entry.state
+    taped = [vars(tape) for tape in (entry.tape, entry.owed and entry.owed.tape) if tape]
+    return [*(part.window if isinstance(part, Cut) else part for part in entry.held if part is not None), *taped]
 
 
 class Cut(typing.NamedTuple):

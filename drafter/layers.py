@@ -146,16 +146,17 @@ class Recurrence:
     def run(self, route, x, residual, place, state, record):
         """(residual + the layer's answer to x, (window, state after the rows that count, tape, settled state)).
 
+        Where a tape is recorded there is no state after: it is owed the tape's rows.
         state is (convolution's state, S), or (window, S, δ, k, g, n) where S is owed the first n rows of a tape.
         """
         layer = self.layer
         qkv, z, b, a = route.product(x, *self.projections)
         gating, (before, S, *owed) = (layer.conv1d.weight, layer.A_log, layer.dt_bias), state
-        options = {"record": record, "kept": place.rows, "owed": Owed(Tape(*owed[:3]), owed[3]) if owed else None}
-        rows = route.recurrence(qkv, a, b, *gating, self.heads, before, S, **options)
+        options = {"kept": place.rows, "owed": Owed(Tape(*owed[:3]), owed[3]) if owed else None}
+        rows = route.recurrence(qkv, a, b, *gating, self.heads, before, S, record=record, owe=record, **options)
         answer = route.gated_norm(rows.y, z, layer.norm.weight, layer.norm.eps)
         tape = (rows.tape.delta, rows.tape.k, rows.tape.g) if record else ()
-        left = rows.window, rows.state, tape, (rows.settled,) if owed else ()
+        left = rows.window, () if record else (rows.state,), tape, (rows.settled,) if owed else ()
         return route.product(answer, self.output, residual=residual), left
 
 

@@ -153,23 +153,23 @@ def append(entry, rows, W):
 def recurrent_state(entry, empty):
     """What a recurrent layer reads of its cache: (convolution's state, S), or (window, S, what S is owed of its rows).
 
-    empty: the state where none is set.
+    empty: the state where there is none.
     """
     if entry.owed and isinstance(entry.held[0], hybrid.Cut):
         (conv, S), (tape, n) = entry.held, entry.owed
-        return conv.window, S, tape.delta, tape.k, tape.g, scalar(n)
+        return conv.window, empty[1] if S is None else S, tape.delta, tape.k, tape.g, scalar(n)
     return tuple(first if value is None else value for value, first in zip(entry.cache, empty, strict=True))
 
 
 def leave(entry, rows, W):
-    """Leave a recurrent layer's state after W rows in its cache, and their tape where the cache records."""
+    """Leave a recurrent layer's state after W rows in its cache, or their tape, owed to it, where the cache records."""
     window, after, tape, settled = rows
-    kept = window.shape[1] - width(W)
     if settled:
         entry.settle(*settled)
-    entry.cache = [hybrid.Cut(window, W, kept), after]
     if tape:
-        entry.record(Tape(*tape), window, W)
+        entry.owe(Tape(*tape), window, W)
+    else:
+        entry.cache = [hybrid.Cut(window, W, window.shape[1] - width(W)), *after]
 
 
 def for_model(model, backbone, route=KERNELS):

@@ -155,7 +155,7 @@ BODY = """
   }
   across<LANES, ROWS>(sums + ROWS);
   write<InT, ROWS>(answers + (count - 1) * Hv * Dv, sums + ROWS, rows, lane);
-  put<ROWS, PER, WIDE, Dk, LANES>(after + home, held, rows);
+  if (AFTER) put<ROWS, PER, WIDE, Dk, LANES>(after + (AFTER ? home : 0), held, rows);
 """
 
 kernel = Kernel(
@@ -180,13 +180,13 @@ class Rows(typing.NamedTuple):
     [R,K−1+T,C], the Tape or None, and the state before them with what was owed to it, or None where nothing was."""
 
     y: mx.array
-    state: mx.array
+    state: mx.array | None  # None where the rows are owed
     window: mx.array
     tape: Tape | None
     settled: mx.array | None
 
 
-def layer(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=False, kept=None, owed=None):
+def layer(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=False, kept=None, owed=None, owe=False):
     """A layer from its projections to y, in one kernel where that serves, else by its parts.
 
     qkv [R,T,C]   a, b [R,T,Hv]   weight [C,K,1]   A, dt [Hv]: the logarithm of the decay, and the bias of a
@@ -196,14 +196,15 @@ def layer(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=False
     record  whether to keep a Tape
     kept    how many of the T tokens count, int32 of one element: the state is the one after them; None is all
     owed    an Owed: rows to be added to `state` first; a commit costs no launch of its own then. None is none
+    owe     whether to leave the state after the rows unwritten: it is owed them by the tape
     Returns Rows.
     """
-    if serves(qkv, heads) and verdicts.allowed("fused_layer.layer_step", case(qkv, weight, heads)):
-        return layer_step(qkv, a, b, weight, A, dt, heads, before, state, record, kept, owed)
-    return by_parts(qkv, a, b, weight, A, dt, heads, before, state, record, kept, owed)
+    given = qkv, a, b, weight, A, dt, heads, before, state, record, kept, owed, owe
+    kernel = serves(qkv, heads) and verdicts.allowed("fused_layer.layer_step", case(qkv, weight, heads))
+    return (layer_step if kernel else by_parts)(*given)
 
 
-def layer_step(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=False, kept=None, owed=None,
+def layer_step(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=False, kept=None, owed=None, owe=False,
                build=None, layout=LAYOUT):  # fmt: skip
     """`layer` in one launch, for rows it `serves`; build and layout as in `fused_delta.step`."""
     (R, T, C), K, (Hk, Hv, Dk, Dv) = qkv.shape, weight.shape[1], heads
@@ -212,7 +213,7 @@ def layer_step(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=
     summed = a.dtype if a.dtype == dt.dtype else mx.float32
     template = {"InT": qkv.dtype, "SumT": summed, "Hk": Hk, "Hv": Hv, "Dk": Dk, "Dv": Dv, "K": K, "MOST": MOST}
     template |= {"LANES": layout.lanes, "ROWS": layout.rows, "SIMDGROUPS": layout.simdgroups, "RECORD": record}
-    template["OWED"] = owed is not None
+    template |= {"OWED": owed is not None, "AFTER": not owe}
     tapes = [(R, T, Hv, Dv), (R, T, Hk, Dk), (R, T, Hv)] if record else [(1,)] * 3
     tape, n = owed or (nothing(qkv.dtype), 0)
     y, after, window, *taped, settled = kernel(
@@ -221,11 +222,18 @@ def layer_step(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=
         template=template,
         groups=(-(-Dv // layout.tile), Hv, R),
         threads=(SIMD * layout.simdgroups, 1, 1),
-        shapes=[(R, T, Hv, Dv), state.shape, (R, K - 1 + T, C), *tapes, state.shape if owed else (1,)],
+        shapes=[
+            (R, T, Hv, Dv),
+            (1,) if owe else state.shape,
+            (R, K - 1 + T, C),
+            *tapes,
+            state.shape if owed else (1,),
+        ],
         dtypes=[qkv.dtype, mx.float32, qkv.dtype, mx.float32, qkv.dtype, mx.float32, mx.float32],
         build=build,
     )
-    return Rows(y, after, window, Tape(*taped) if record else None, settled if owed else None)
+    taped = Tape(*taped) if record else None
+    return Rows(y, None if owe else after, window, taped, settled if owed else None)
 
 
 @functools.cache
@@ -236,7 +244,7 @@ def nothing(dtype):
     return tape
 
 
-def by_parts(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=False, kept=None, owed=None):
+def by_parts(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=False, kept=None, owed=None, owe=False):
     """`layer` as its parts, each by its own route."""
     Hk, Hv, Dk, Dv = heads
     if owed:
@@ -250,7 +258,7 @@ def by_parts(qkv, a, b, weight, A, dt, heads, before=None, state=None, record=Fa
     v = v.reshape(*qkv.shape[:2], Hv, Dv)
     mask = None if kept is None else mx.broadcast_to(mx.arange(qkv.shape[1]) < first(kept), qkv.shape[:2])
     y, state, tape = gated_delta(q / Dk, k * Dk**-0.5, v, g, mx.sigmoid(b), state, mask, record=record)
-    return Rows(y, state, window, tape, settled if owed else None)
+    return Rows(y, None if owe else state, window, tape, settled if owed else None)
 
 
 def serves(qkv, heads):

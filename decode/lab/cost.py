@@ -6,7 +6,6 @@ scores every row; the commit is apart. The stock arm is mlx-lm's model with its 
 outside the clock.
 """
 
-import copy
 import functools
 import statistics
 import time
@@ -55,9 +54,21 @@ class Ours:
         self.transaction.abort()
         mx.eval(self.states())
 
+    def keep(self):
+        """Where the caches stand, for `put_back`: offsets of keys and values, which are not copied, and states."""
+        return [entry.offset if hasattr(entry, "offset") else [*entry.cache] for entry in self.caches]
+
+    def put_back(self, marks):
+        """Put the caches back to where `keep` found them."""
+        for entry, mark in zip(self.caches, marks, strict=True):
+            if hasattr(entry, "offset"):
+                entry.offset = mark
+            else:
+                entry.cache = [*mark]
+
     def states(self):
         """Every array of the caches."""
-        return [entry.state for entry in self.caches]
+        return [hybrid.arrays(entry) for entry in self.caches]
 
 
 class Stock:
@@ -86,18 +97,14 @@ class Stock:
         return self.feed(tokens)
 
     def mark(self):
-        """Note where the caches stand: the offset of keys and values, which are not copied, and the other states."""
-        self.marks = [entry.offset if hasattr(entry, "offset") else copy.copy(entry.cache) for entry in self.caches]
+        """Note where the caches stand."""
+        self.marks = self.keep()
 
     def undo(self):
         """Put the caches back to the mark."""
-        for entry, mark in zip(self.caches, self.marks, strict=True):
-            if hasattr(entry, "offset"):
-                entry.offset = mark
-            else:
-                entry.cache = copy.copy(mark)
+        self.put_back(self.marks)
 
-    states = Ours.states
+    keep, put_back, states = Ours.keep, Ours.put_back, Ours.states
 
 
 def tokens(target, T, seed=0):
@@ -195,32 +202,47 @@ def prefill(arm, T, repeats):
 
 
 def rollback(target, context, W, rounds):
-    """Milliseconds of a cycle that keeps KEPT of W rows, and of one that keeps all and so takes nothing back; medians.
+    """Milliseconds of cycles of W rows that keep KEPT of them, that keep all, and that cannot take any back; medians.
 
-    A cycle is a verify, its wait, and the commit; what a commit leaves to later rows falls on the next cycle. The two
-    kinds alternate in runs of CHAIN cycles. `share` is the median over pairs of neighbouring runs of their difference
-    ÷ the run that keeps all, `share_spread` its quartiles.
+    A cycle is a verify, its wait, and the commit; what a commit leaves to later rows falls on the next cycle. The last
+    kind, `free`, feeds its rows outside any transaction: nothing is recorded and nothing owed. The kinds alternate in
+    runs of CHAIN cycles, all from the same context. `share` is what keeping KEPT costs over keeping all, `recorded`
+    what it costs over `free`: medians over neighbouring runs of their difference ÷ the other's, with quartiles.
     """
     kept = min(KEPT, W - 1)
-    arm, rows, found = Ours(target), tokens(target, W), {kept: [], W: []}
+    arm, rows, found = Ours(target), tokens(target, W), {kept: [], W: [], None: []}
     arm.prompt(tokens(target, context))
+    settle(arm, 1)
+    start = arm.keep()
     for turn in range(rounds + 1):
         for n in found if turn % 2 else reversed(found):
+            arm.put_back(start)
             found[n].append(chain(arm, rows, n))
-    part, whole = (samples[1:] for samples in found.values())
-    shares = [one / other - 1 for one, other in zip(part, whole, strict=True)]
+    part, whole, free = (samples[1:] for samples in found.values())
+    cycles = {"cycle_ms": part, "cycle_keeping_all_ms": whole, "cycle_free_ms": free}
+    return (
+        {"kept": kept, "of": W, "context": context}
+        | {name: statistics.median(samples) for name, samples in cycles.items()}
+        | over("share", part, whole)
+        | over("recorded", part, free)
+    )
+
+
+def over(name, samples, others):
+    """{name: the median of sample ÷ its neighbour − 1, name_spread: the quartiles}."""
+    shares = [one / other - 1 for one, other in zip(samples, others, strict=True)]
     spread = statistics.quantiles(shares, n=4)[::2] if len(shares) > 1 else shares * 2
-    cycles = {"cycle_ms": statistics.median(part), "cycle_keeping_all_ms": statistics.median(whole)}
-    return {"kept": kept, "of": W, **cycles, "share": statistics.median(shares), "share_spread": spread}
+    return {name: statistics.median(shares), f"{name}_spread": spread}
 
 
 def chain(arm, rows, n):
-    """Milliseconds of a cycle that verifies `rows` and keeps n, over CHAIN of them."""
+    """Milliseconds of a cycle that verifies `rows` and keeps n, or feeds them for good where n is None; of CHAIN."""
     mx.synchronize()
     start = time.perf_counter()
     for _ in range(CHAIN):
-        mx.eval(arm.verify(rows))
-        arm.transaction.commit(n)
+        mx.eval((arm.feed if n is None else arm.verify)(rows))
+        if n is not None:
+            arm.transaction.commit(n)
     return (time.perf_counter() - start) * 1e3 / CHAIN
 
 

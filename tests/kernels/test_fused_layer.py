@@ -96,6 +96,16 @@ def test_rows_that_are_owed_count_as_if_they_had_been_replayed(n):
     assert_alike(found, fused_layer.by_parts(*given, record=True, owed=owed), TOLERANCE[mx.float32])
 
 
+def test_a_state_that_is_owed_the_rows_comes_to_the_bits_of_one_that_is_written():
+    options, given = {"record": True, "build": BUILD, "layout": Layout(8, 2, 1)}, arguments(5)
+    written, owed = (fused_layer.layer_step(*given, **options, owe=owe) for owe in (False, True))
+    assert owed.state is None
+    for one, other in zip((owed.y, owed.window, *vars(owed.tape).values()), flat(written)[:1] + flat(written)[2:]):
+        np.testing.assert_array_equal(np.array(one), np.array(other))
+    np.testing.assert_array_equal(np.array(replay(given[-1], owed.tape, 5, build=BUILD)), np.array(written.state))
+    assert fused_layer.by_parts(*given, record=True, owe=True).state is None
+
+
 def test_the_parts_are_mlx_lms_layer():
     """By mlx-lm's layer with an output projection and a norm that let y through; its loop sums in another order."""
     names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")

@@ -81,8 +81,18 @@ def test_every_part_is_measured_and_saved_as_it_comes(target):
 
 
 def test_a_rollback_keeps_three_rows_of_each_cycle(target, monkeypatch):
-    arm = cost.Ours(target)
+    arm, ends = cost.Ours(target), {}
     monkeypatch.setattr(cost, "Ours", lambda _: arm)
-    cost.rollback(target, CONTEXT, 5, 1)
-    offset = next(entry.offset for entry in arm.caches if hasattr(entry, "offset"))
-    assert offset == CONTEXT + 2 * cost.CHAIN * (cost.KEPT + 5)
+    chain = cost.chain
+
+    def watched(arm, rows, n):
+        found = chain(arm, rows, n)
+        ends.setdefault(n, []).append(next(entry.offset for entry in arm.caches if hasattr(entry, "offset")))
+        return found
+
+    monkeypatch.setattr(cost, "chain", watched)
+    result = cost.rollback(target, CONTEXT, 5, 2)
+    assert ends == {n: [CONTEXT + cost.CHAIN * each] * 3 for n, each in ((cost.KEPT, cost.KEPT), (5, 5), (None, 5))}
+    assert result["share"] == pytest.approx(result["cycle_ms"] / result["cycle_keeping_all_ms"] - 1, abs=0.5)
+    low, high = result["recorded_spread"]
+    assert low <= result["recorded"] <= high
