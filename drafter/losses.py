@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from kernels import fused_loss
+
 GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}  # cited: DFlash, arXiv 2602.06036, appendix A.1
 ETA = 3.0  # cited: the hybrid of LK losses, arXiv 2602.23881
 NEVER = -1e30  # the least log-probability: stands for −inf, whose differences would be NaN
@@ -21,24 +23,19 @@ UNDERFLOW = -100.0  # log p below which reverse KL counts no further: exp(−100
 
 
 def cross_entropy(logits, labels):
-    """−log q(label) in nats: logits [..., V], labels [...] int; returns float32 [...].
-
-    q serves value and gradient alike (q, less 1 at the label): with V so much wider than all else, each pass over it
-    counts. The value is max z − z(label) − log max q, of which no term can underflow.
+    """−log q(label) in nats: logits [..., V], labels [...] int; returns float32 [...]. Its slope is q, less 1 at the
+    label, and is made with the value: V is so much wider than all else that each pass over it counts.
     """
 
     @mx.custom_function
     def run(logits):
-        logits = logits.astype(mx.float32)
-        q = mx.softmax(logits, axis=-1)
-        picked = mx.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-        return mx.max(logits, axis=-1) - picked - mx.log(mx.max(q, axis=-1)), q
+        rows = logits.reshape(-1, logits.shape[-1])
+        made = (fused_loss.cross_entropy if fused_loss.serves(rows) else fused_loss.reference)(rows, labels.reshape(-1))
+        return tuple(each.reshape(shape) for each, shape in zip(made, (labels.shape, logits.shape)))
 
     @run.vjp
     def back(logits, cotangents, outputs):
-        q, places = outputs[1], labels[..., None]
-        slope = mx.put_along_axis(q, places, mx.take_along_axis(q, places, axis=-1) - 1, axis=-1)
-        return (cotangents[0][..., None] * slope).astype(logits.dtype)
+        return cotangents[0][..., None].astype(logits.dtype) * outputs[1]
 
     return run(logits)[0]
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from drafter import trainer, trial
 from drafter.trainer import PIECES
-from kernels import verdicts
+from kernels import selfcheck, verdicts
 
 NAME = "training.step"  # of the verdict on a compiled step
 HERE = pathlib.Path(__file__).parent
@@ -27,11 +27,22 @@ def chosen(loop, batch):
     """
     if not verdicts.on_gpu():
         return ()
+    selfcheck.ensure(dims(loop, batch))
     name = case(loop, batch)
     if verdicts.chosen() is None and verdicts.state(NAME, name) is None:
         trial.settle(NAME, name, loop.dtype, lambda: measure(loop, batch))
         loop.show(loop.weights)
     return PIECES if verdicts.allowed(NAME, name) else ()
+
+
+def dims(loop, batch):
+    """The dims (see `verdicts`) of the kernels that such a step may use."""
+    hidden = mx.zeros((1, loop.drafter.config.hidden_size), loop.dtype)
+    return {
+        "dtype": str(loop.dtype).removeprefix("mlx.core."),
+        "blocks": [[batch.tokens.shape[1], loop.drafter.config.block_size]],
+        "logits": [loop.objective.target.score(hidden).shape[-1]],
+    } | dict.fromkeys(("dense", "quantised", "attention", "delta"), [])
 
 
 def case(loop, batch):

@@ -10,6 +10,7 @@ import functools
 
 import mlx.core as mx
 
+from kernels import fused_weights
 from kernels.portable import Kernel, first, float_bits
 from kernels.verdicts import Check
 
@@ -48,16 +49,12 @@ def attend(queries, context_keys, context_values, block_keys, block_values, cont
 def mix(queries, context_keys, context_values, block_keys, block_values, context_seen, block_seen, scale):
     """(`attend`'s answer, the weights [R,G,H/G·N·B,T] of the context and [R,G,H/G,N,B,B] of the blocks)."""
     R, H, N, B, d = queries.shape
-    G, T = context_keys.shape[1:3]
+    G = context_keys.shape[1]
     grouped = (queries * scale).reshape(R, G, H // G, N, B, d)
     flat = grouped.reshape(R, G, H // G * N * B, d)
-    context_scores = (flat @ context_keys.swapaxes(-1, -2)).reshape(R, G, H // G, N, B, T)
+    context_scores = flat @ context_keys.swapaxes(-1, -2)  # [R,G,H/G·N·B,T]
     block_scores = grouped @ block_keys[:, :, None].swapaxes(-1, -2)  # [R,G,H/G,N,B,B]
-    scores = mx.concatenate(
-        [hide(context_scores, context_seen[:, :, None]), hide(block_scores, block_seen[:, :, None])], axis=-1
-    )
-    weights = mx.softmax(scores, axis=-1, precise=True)
-    of_context, of_block = weights[..., :T].reshape(R, G, H // G * N * B, T), weights[..., T:]
+    of_context, of_block = fused_weights.choose(context_scores, block_scores, context_seen, block_seen)
     from_block = of_block @ block_values[:, :, None]
     answer = (of_context @ context_values).reshape(from_block.shape) + from_block
     return answer.reshape(R, H, N, B, d), of_context, of_block
@@ -79,11 +76,6 @@ def pull_back(queries, context_keys, context_values, block_keys, block_values, a
         mx.sum(block_slope.swapaxes(-1, -2) @ scaled.reshape(grouped), axis=2),
         mx.sum(of_block.swapaxes(-1, -2) @ by_block, axis=2),
     )
-
-
-def hide(scores, seen):
-    """Scores where `seen`, the dtype's most negative number elsewhere."""
-    return mx.where(seen, scores, mx.finfo(scores.dtype).min)
 
 
 def attend_rows(

@@ -23,21 +23,6 @@ STAGES = {128: 16, MOST_KEYS: 8}  # tokens read ahead up to a Dk: 25 KB where ke
 REPLAY_THREADS = 128  # assumed: each has 4 elements of the state and nothing to share
 
 HEADER = """
-// N elements side by side, loaded and stored at once: Dk is a multiple of 32, so they are aligned.
-template <typename T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack { T x[N]; };
-
-template <typename T, int N> HELPER Pack<T, N> load(DEVICE_IN(T) from) {
-  using Whole = Pack<T, N>;
-  return *(DEVICE_IN(Whole))from;
-}
-template <typename T, int N> HELPER void store(DEVICE_OUT(T) to, Pack<T, N> pack) {
-  using Whole = Pack<T, N>;
-  *(DEVICE_OUT(Whole))to = pack;
-}
-template <typename T, int N> HELPER void widen(Pack<T, N> pack, LANE_ARRAY(float) out) {
-  UNROLL
-  for (int c = 0; c < N; ++c) out[c] = F32(pack.x[c]);
-}
 // The first `count` of N numbers, by one lane of those that hold them all.
 template <typename T, int N> HELPER void write(DEVICE_OUT(T) to, LANE_ARRAY(const float) from, int count, int lane) {
   UNROLL

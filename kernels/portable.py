@@ -11,7 +11,7 @@ A body is plain C++ over the words that `prologue/` defines for each build:
   SIMD_SHUFFLE(x, lane) SIMD_SHUFFLE_XOR(x, mask)
   F32(x) CAST(Type, x)           any element to float; float to an element, rounded to nearest even
   MUL(x, y) FMA(x, y, z)         float: x y and x y + z with one rounding each, which no compiler fuses or splits
-  EXP LOG1P SQRT RSQRT SIN COS INF    float: the precise functions, and infinity
+  EXP LOG LOG1P SQRT RSQRT SIN COS INF    float: the precise functions, and infinity
   LOAD16(p) -> Words {w[4]}      one 16-byte load from an aligned address (whole arrays are aligned; slices need not be)
   LOAD16_ONCE(p) LOAD8_ONCE(p)   the same, and half of it, for what is read once and need not stay in a cache
   FLOAT_OF_BITS(word)            the float with these bits

@@ -10,6 +10,8 @@ A module states how its kernels are measured in `checks(dims) -> list[Check]`. `
   quantised  [[N, K, bits, group_size], ...]: of its affinely quantised weights
   attention  [[heads, key/value heads, head dimension], ...]
   delta      [[Hk, Hv, Dk, Dv, convolution width], ...]: of its gated-delta layers
+  blocks     [[T, B], ...]: tokens of a packed row and rows of a block, where a drafter is trained; may be missing
+  logits     [V, ...]: what it is trained over; may be missing
 
 Environment: `FOREDRAFT_KERNELS` = `on`, `off`, or names of modules or kernels, separated by commas, that are used
 unmeasured while all others are not.

@@ -12,8 +12,8 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 ROOMS = {
-    "kernels": """errors blas backend nvrtc host portable verdicts plain_delta fused_delta gated_delta
-        causal_conv fused_layer block_attention fused_rows small_matmul selfcheck""",
+    "kernels": """errors blas backend nvrtc host portable verdicts fused_loss fused_weights plain_delta fused_delta
+        gated_delta causal_conv fused_layer block_attention fused_rows small_matmul selfcheck""",
     "drafter": """losses limits config rng ranks manifest anchors fingerprint gguf sources watch hybrid packed
         layers steps trial target shapes heads dflash drafting shared_prefix gated_lora formats documents corpus
         overlap prompts answers sanity questions conversations journal synthesis features checkpoint release turns

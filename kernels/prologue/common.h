@@ -25,6 +25,22 @@ HELPER float butterfly_max(float x) {
   return x;
 }
 
+// N elements side by side, loaded and stored at once, where they lie on a multiple of their own bytes (at most 16).
+template <typename T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack { T x[N]; };
+
+template <typename T, int N> HELPER Pack<T, N> load(DEVICE_IN(T) from) {
+  using Whole = Pack<T, N>;
+  return *(DEVICE_IN(Whole))from;
+}
+template <typename T, int N> HELPER void store(DEVICE_OUT(T) to, Pack<T, N> pack) {
+  using Whole = Pack<T, N>;
+  *(DEVICE_OUT(Whole))to = pack;
+}
+template <typename T, int N> HELPER void widen(Pack<T, N> pack, LANE_ARRAY(float) out) {
+  UNROLL
+  for (int c = 0; c < N; ++c) out[c] = F32(pack.x[c]);
+}
+
 #ifndef MMA_16x8x16
 // PTX's mma.sync.m16n8k16 by shuffles. With g = lane / 4 and j = lane % 4 a lane holds, two elements a word:
 //   A [16,16]: a[0] (g, 2j), a[1] (g+8, 2j), a[2] (g, 2j+8), a[3] (g+8, 2j+8) and their right neighbours;

@@ -20,6 +20,7 @@ typedef long long int64_t;
 #define FMA(x, y, z) __fmaf_rn(x, y, z)
 #define INF __int_as_float(0x7f800000)
 #define EXP(x) expf(x)
+#define LOG(x) logf(x)
 #define LOG1P(x) log1pf(x)
 #define SQRT(x) __fsqrt_rn(x)
 #define RSQRT(x) rsqrtf(x)

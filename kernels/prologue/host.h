@@ -32,6 +32,7 @@
 #define FMA(x, y, z) __builtin_fmaf(x, y, z)
 #define INF __builtin_inff()
 #define EXP(x) __builtin_expf(x)
+#define LOG(x) __builtin_logf(x)
 #define LOG1P(x) __builtin_log1pf(x)
 #define SQRT(x) __builtin_sqrtf(x)
 #define RSQRT(x) (1.0f / __builtin_sqrtf(x))

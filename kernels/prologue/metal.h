@@ -17,6 +17,7 @@
 #define FMA(x, y, z) metal::fma(float(x), float(y), float(z))
 #define INF INFINITY
 #define EXP(x) metal::precise::exp(float(x))
+#define LOG(x) metal::precise::log(float(x))
 #define LOG1P(x) precise_log1p(x)
 #define SQRT(x) metal::precise::sqrt(float(x))
 #define RSQRT(x) metal::precise::rsqrt(float(x))

@@ -155,6 +155,7 @@ def test_narrowing_rounds_to_the_nearest_even_as_mlx_does(dtype):
     ("word", "function"),
     [
         ("EXP", np.exp),
+        ("LOG", np.log),
         ("LOG1P", np.log1p),
         ("SQRT", np.sqrt),
         ("RSQRT", lambda x: 1 / np.sqrt(x)),
