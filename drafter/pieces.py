@@ -27,7 +27,7 @@ def chosen(loop, batch):
     """
     if not verdicts.on_gpu():
         return ()
-    selfcheck.ensure(dims(loop, batch))
+    ensure_kernels(loop.objective.target, loop.drafter.config, batch.tokens.shape[1], loop.dtype)
     name = case(loop, batch)
     if verdicts.chosen() is None and verdicts.state(NAME, name) is None:
         trial.settle(NAME, name, loop.dtype, lambda: measure(loop, batch))
@@ -35,14 +35,12 @@ def chosen(loop, batch):
     return PIECES if verdicts.allowed(NAME, name) else ()
 
 
-def dims(loop, batch):
-    """The dims (see `verdicts`) of the kernels that such a step may use."""
-    hidden = mx.zeros((1, loop.drafter.config.hidden_size), loop.dtype)
-    return {
-        "dtype": str(loop.dtype).removeprefix("mlx.core."),
-        "blocks": [[batch.tokens.shape[1], loop.drafter.config.block_size]],
-        "logits": [loop.objective.target.score(hidden).shape[-1]],
-    } | dict.fromkeys(("dense", "quantised", "attention", "delta"), [])
+def ensure_kernels(target, config, T, dtype):
+    """Measure, once a machine, the kernels that steps of a drafter with this config on rows of T tokens may use."""
+    logits = target.score(mx.zeros((1, config.hidden_size), dtype))
+    mine = {"blocks": [[T, config.block_size]], "logits": [logits.shape[-1]]}
+    others = dict.fromkeys(("dense", "quantised", "attention", "delta"), [])
+    selfcheck.ensure({"dtype": str(dtype).removeprefix("mlx.core."), **mine, **others})
 
 
 def case(loop, batch):

@@ -16,7 +16,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from decode.lab import health
-from drafter import anchors, config, dflash, losses, objective, trainer
+from drafter import anchors, config, dflash, losses, objective, pieces, trainer
 from kernels import backend
 
 DOCUMENTS = 2  # of a row, of equal length (assumed: about what packing gives)
@@ -57,6 +57,7 @@ def set_up(target, drafter_options, shape, steps):
     batch = batch_for(target, drafter.config.block_size, shape)
     prepared = goal.prepare(drafter, batch)
     mx.eval(drafter.parameters(), prepared.arrays())
+    pieces.ensure_kernels(target, drafter.config, shape.row_tokens, getattr(mx, target.dtype))
     return Setup(drafter, goal, batch, prepared, config.OptimizerConfig(), steps)
 
 
