@@ -8,12 +8,10 @@ import dataclasses
 import mlx.core as mx
 import numpy as np
 
-PAD_TO = 8  # blocks a batch is padded to a multiple of, so that shapes repeat (assumed)
-
 
 @dataclasses.dataclass(frozen=True)
 class Anchors:
-    """The blocks of a batch. A block that pads the batch has `used` False and no supervised label."""
+    """The blocks of a batch. A block that pads its row has `used` False and no supervised label."""
 
     positions: np.ndarray  # [R,N] int32: where the anchor token stands in its row
     labels: np.ndarray  # [R,N,B] int32: slot k's label is the token at position + k (slot 0: the anchor itself)
@@ -35,30 +33,30 @@ def valid_positions(loss_mask, documents):
     return loss_mask & follows
 
 
-def sample(tokens, loss_mask, documents, *, block_size, per_document, rng):
-    """Draw each document's anchors: `per_document` of its valid positions, all of them where it has fewer.
+def sample(tokens, loss_mask, documents, *, block_size, per_row, rng):
+    """Draw N = `per_row` anchors in each row, shared out evenly over its documents, or all where there are fewer.
 
-    tokens [R,T] int, loss_mask [R,T] bool, documents [R,T] int; rng: a NumPy generator. Drawing by document, not by
-    packed row, gives a short document its share whatever it is packed with. Returns Anchors, in order of position.
+    tokens [R,T] int, loss_mask [R,T] bool, documents [R,T] int; rng: a NumPy generator. A document's share does not
+    depend on its length, so a short one is not starved beside a long one; and every row has as many blocks, so none is
+    computed to be thrown away. Returns Anchors, in order of position.
     """
-    chosen = [
-        draw(valid, row, per_document, rng) for valid, row in zip(valid_positions(loss_mask, documents), documents)
-    ]
-    width = max(PAD_TO, -(-max(map(len, chosen)) // PAD_TO) * PAD_TO)
-    positions = np.zeros((len(chosen), width), np.int32)
-    used = np.zeros((len(chosen), width), bool)
+    chosen = [draw(valid, row, per_row, rng) for valid, row in zip(valid_positions(loss_mask, documents), documents)]
+    positions = np.zeros((len(chosen), per_row), np.int32)
+    used = np.zeros((len(chosen), per_row), bool)
     for row, picked in enumerate(chosen):
         positions[row, : len(picked)] = picked
         used[row, : len(picked)] = True
     return blocks_at(tokens, loss_mask, documents, positions, used, block_size)
 
 
-def draw(valid, documents, per_document, rng):
-    """One row's anchors, sorted: up to `per_document` without replacement from every document."""
+def draw(valid, documents, count, rng):
+    """One row's anchors, sorted: `count` of its valid positions without replacement, or all where there are fewer."""
+    places = [np.flatnonzero(valid & (documents == document)) for document in np.unique(documents[valid])]
     picked = []
-    for document in np.unique(documents[valid]):
-        places = np.flatnonzero(valid & (documents == document))
-        picked.append(places if len(places) <= per_document else rng.choice(places, per_document, replace=False))
+    for index, mine in enumerate(sorted(places, key=len)):  # the shortest first: what it has no room for, others get
+        share = min(len(mine), count // (len(places) - index))
+        picked.append(mine if share == len(mine) else rng.choice(mine, share, replace=False))
+        count -= share
     return np.sort(np.concatenate(picked)) if picked else np.zeros(0, np.int64)
 
 

@@ -128,7 +128,7 @@ class TrainerConfig:
 
     steps: int = 1000
     rows_per_step: int = 8
-    anchors_per_document: int = 32
+    anchors_per_row: int = 64  # blocks, shared out evenly over the documents of a packed row
     seed: int = 0
     validate_every: int = 200
     validation_rows: int = 16

@@ -50,7 +50,7 @@ class Blocks:
 
     config: GatedLoraConfig
     widest: int
-    per_document: int
+    per_row: int
     corruption: str
     layout: str
     seed: int
@@ -62,7 +62,7 @@ class Blocks:
             drawn = suffix_blocks(*fields, size)
         else:
             generator = rng.numpy_rng(self.seed, f"{stream} anchors", step)
-            drawn = anchors.sample(*fields, block_size=size + 1, per_document=self.per_document, rng=generator)
+            drawn = anchors.sample(*fields, block_size=size + 1, per_row=self.per_row, rng=generator)
         drawn = shifted(drawn)
         noise = corrupt(
             drawn, self.widest, self.config, self.corruption, rng.numpy_rng(self.seed, f"{stream} noise", step)

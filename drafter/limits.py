@@ -62,7 +62,7 @@ def drafting(config):
         ("loss.gamma", loss.gamma is None or loss.weights == "exponential", "null unless loss.weights is exponential"),
         ("loss.dpace_alpha", 0 <= loss.dpace_alpha <= 1, "from 0 to 1"),
         ("loss.rows_per_chunk", loss.rows_per_chunk >= 1, "at least 1"),
-        ("trainer.anchors_per_document", config.trainer.anchors_per_document >= 1, "at least 1"),
+        ("trainer.anchors_per_row", config.trainer.anchors_per_row >= 1, "at least 1"),
         ("trainer.walk_documents", config.trainer.walk_documents >= 1, "at least 1"),
         ("trainer.walk_tokens", config.trainer.walk_tokens >= 2, "at least 2: the first is not walked"),
         ("trainer.save_every", config.trainer.save_every >= 1, "at least 1"),

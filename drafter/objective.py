@@ -33,9 +33,9 @@ class Feed:
     ranks of a job together what one process would. store: a `features.Store` to read from, or None.
     """
 
-    def __init__(self, rows, *, rows_per_step, block_size, per_document, seed, store=None, ranks=ranks.ALONE):
+    def __init__(self, rows, *, rows_per_step, block_size, per_row, seed, store=None, ranks=ranks.ALONE):
         self.rows, self.rows_per_step, self.seed = rows, rows_per_step, seed
-        self.block_size, self.per_document = block_size, per_document
+        self.block_size, self.per_row = block_size, per_row
         self.store, self.ranks = store, ranks
         self.steps_per_epoch = corpus.batch_count(rows, rows_per_step)
 
@@ -43,22 +43,22 @@ class Feed:
         """This rank's part of the Batch of 0-based `step`."""
         epoch, index = divmod(step, self.steps_per_epoch)
         _, rows = next(corpus.batches(self.rows, self.rows_per_step, self.seed, epoch, start=index))
-        drawn = draw(rows, self.block_size, self.per_document, rng.numpy_rng(self.seed, "anchors", step))
+        drawn = draw(rows, self.block_size, self.per_row, rng.numpy_rng(self.seed, "anchors", step))
         own = self.ranks.part(len(rows.tokens))  # after the draw, which the number of ranks must not change
         stored = self.store.read(rows.indices[own]) if self.store else None
         return Batch(mx.array(rows.tokens[own]), mx.array(rows.documents[own]), drawn.rows(own), stored)
 
 
-def blocked(rows, block_size, per_document, generator):
+def blocked(rows, block_size, per_row, generator):
     """A `corpus.Batch` with blocks drawn by a NumPy generator. Returns Batch."""
-    drawn = draw(rows, block_size, per_document, generator)
+    drawn = draw(rows, block_size, per_row, generator)
     return Batch(mx.array(rows.tokens), mx.array(rows.documents), drawn)
 
 
-def draw(rows, block_size, per_document, generator):
+def draw(rows, block_size, per_row, generator):
     """The Anchors of a `corpus.Batch`."""
     fields = (rows.tokens, rows.loss_mask, rows.documents)
-    return anchors.sample(*fields, block_size=block_size, per_document=per_document, rng=generator)
+    return anchors.sample(*fields, block_size=block_size, per_row=per_row, rng=generator)
 
 
 @dataclasses.dataclass(frozen=True)

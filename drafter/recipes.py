@@ -8,8 +8,6 @@ from mlx.utils import tree_flatten
 
 from drafter import dflash, features, gated_lora, gated_objective, losses, objective, pieces, rng
 
-DOCUMENTS = 2  # of a packed row, about (assumed, for estimates)
-
 
 class DFlashRecipe:
     """A full drafter with layers of its own. config: a `config.Config`."""
@@ -56,7 +54,7 @@ class DFlashRecipe:
             rows,
             rows_per_step=settings.rows_per_step,
             block_size=self.config.drafter.block_size,
-            per_document=settings.anchors_per_document,
+            per_row=settings.anchors_per_row,
             seed=settings.seed,
             store=store,
             ranks=ranks,
@@ -70,13 +68,13 @@ class DFlashRecipe:
         """The batch of held-out rows, whose blocks never change."""
         settings = self.config.trainer
         generator = rng.numpy_rng(settings.seed, "validation anchors", 0)
-        return objective.blocked(rows, self.config.drafter.block_size, settings.anchors_per_document, generator)
+        return objective.blocked(rows, self.config.drafter.block_size, settings.anchors_per_row, generator)
 
     def memory(self, drafter):
         """Bytes by part: what stays, and what one step adds."""
         shape, config, width = drafter.config, self.config, getattr(mx, self.target.dtype).size
         rows, T, B = config.trainer.rows_per_step, config.data.row_tokens, shape.block_size
-        blocks = rows * config.trainer.anchors_per_document * DOCUMENTS * B
+        blocks = rows * config.trainer.anchors_per_row * B
         scores = rows * shape.num_attention_heads * (blocks // rows) * (T + B) * shape.num_hidden_layers
         inner = (4 * shape.hidden_size + 3 * shape.intermediate_size) * shape.num_hidden_layers
         return self.kept(drafter, width) | {
@@ -127,7 +125,7 @@ class GatedLoraRecipe(DFlashRecipe):
         return gated_objective.Blocks(
             gated_lora.config_for(self.target, adapter, options.block_size, options.mask_token_id),
             options.block_size,
-            self.config.trainer.anchors_per_document,
+            self.config.trainer.anchors_per_row,
             corruption,
             adapter.layout,
             self.config.trainer.seed,
@@ -155,7 +153,7 @@ class GatedLoraRecipe(DFlashRecipe):
         config, settings, width = self.config, self.target.settings, getattr(mx, self.target.dtype).size
         rows, T = config.trainer.rows_per_step, config.data.row_tokens
         if config.adapter.layout == "prefix":
-            trained = rows * config.trainer.anchors_per_document * DOCUMENTS * (config.drafter.block_size - 1)
+            trained = rows * config.trainer.anchors_per_row * (config.drafter.block_size - 1)
         else:
             trained = rows * T
         inner = (8 * self.target.hidden_size + 4 * settings.get("intermediate_size", 0)) * self.target.num_layers

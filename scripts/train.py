@@ -160,7 +160,7 @@ class Session:
         memory = self.recipe.memory(self.drafter)
         parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in memory.items())
         print(f"memory       about {sum(memory.values()) / 2**30:.1f} GiB: {parts}")
-        print("             less with smaller trainer.rows_per_step, trainer.anchors_per_document or data.row_tokens")
+        print("             less with smaller trainer.rows_per_step, trainer.anchors_per_row or data.row_tokens")
         if layout := self.recipe.layout(self.drafter, self.corpus.train):
             print(f"features     {self.config.features.mode}; a store of all rows takes {sized(layout.bytes)}")
         print(yaml.safe_dump(configuration.resolved(self.config), sort_keys=False), end="")

@@ -207,7 +207,7 @@ RULES = [
     ("optimizer.max_gradient_norm", 0.0, 0.1),
     ("trainer.steps", 0, 1),
     ("trainer.rows_per_step", 0, 1),
-    ("trainer.anchors_per_document", 0, 1),
+    ("trainer.anchors_per_row", 0, 1),
     ("trainer.validate_every", 0, 1),
     ("trainer.save_every", 0, 1),
     ("trainer.keep", 0, 1),
@@ -258,7 +258,7 @@ def test_a_value_no_pretraining_could_use_is_refused_and_its_neighbour_is_not(ke
         config.check(replaced(whole, key, bad))
 
 
-@pytest.mark.parametrize("key", ["target.source", "drafter.block_size", "trainer.anchors_per_document", "loss.name"])
+@pytest.mark.parametrize("key", ["target.source", "drafter.block_size", "trainer.anchors_per_row", "loss.name"])
 def test_keys_of_a_drafter_are_unknown_to_pretraining_and_the_other_way_round(key):
     assert f"unknown configuration key {key!r}" in refusal("+experiment=reference_hybrid", f"{key}=3")
     assert "unknown configuration key 'trainer.minutes'" in refusal(QUICK, "trainer.minutes=3")

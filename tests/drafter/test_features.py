@@ -172,7 +172,7 @@ def losses(target, rows, tiny_config, store, steps=5):
     goal = objective.Objective(target, "cross_entropy", B, rows_per_chunk=64)
     options = configuration.OptimizerConfig(learning_rate=1e-2)
     loop = trainer.Trainer(drafter, goal, options, steps, target.dtype)
-    feed = objective.Feed(rows, rows_per_step=AT_ONCE, block_size=B, per_document=3, seed=8, store=store)
+    feed = objective.Feed(rows, rows_per_step=AT_ONCE, block_size=B, per_row=3, seed=8, store=store)
     found = [loop.step(number, feed(number)).loss for number in range(steps)]
     return np.array(found), {name: np.array(value) for name, value in tree_flatten(loop.parameters)}
 

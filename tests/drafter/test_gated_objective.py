@@ -55,8 +55,8 @@ def rows(packed_rows):
     return corpus.select(packed_rows, np.arange(R))
 
 
-def blocks_of(drafter, layout="prefix", corruption="rate", per_document=4, widest=B):
-    return Blocks(drafter.config, widest, per_document, corruption, layout, 11)
+def blocks_of(drafter, layout="prefix", corruption="rate", per_row=4, widest=B):
+    return Blocks(drafter.config, widest, per_row, corruption, layout, 11)
 
 
 def loss_and_gradient(objective, drafter, batch):

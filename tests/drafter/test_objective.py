@@ -274,11 +274,11 @@ class Spy:
 
 
 @pytest.mark.parametrize(("loss", "heads"), [("cross_entropy", 1), ("forward_kl", 2)])
-@pytest.mark.parametrize("per_document", [1, 8])
-def test_rows_scored_at_once_do_not_grow_with_the_anchors(per_document, loss, heads, llama, drafter, rows):
-    batch = objective.blocked(corpus.select(rows, np.arange(3)), B, per_document, np.random.default_rng(5))
+@pytest.mark.parametrize("per_row", [1, 30])
+def test_rows_scored_at_once_do_not_grow_with_the_anchors(per_row, loss, heads, llama, drafter, rows):
+    batch = objective.blocked(corpus.select(rows, np.arange(3)), B, per_row, np.random.default_rng(5))
     supervised = int(batch.anchors.supervised.sum())
-    assert (supervised > 100) == (per_document == 8)
+    assert (supervised > 100) == (per_row == 30)
     spy = Spy(llama)
     made = goal(spy, loss, weights="dpace", rows_per_chunk=7)
     mx.eval(nn.value_and_grad(drafter, lambda drafter: made(drafter, made.prepare(drafter, batch))[0])(drafter))
@@ -344,7 +344,7 @@ def test_a_batch_without_a_block_weighs_nothing(llama, drafter, batch):
 
 
 def feed(rows, seed=3, **changes):
-    options = {"rows_per_step": 2, "block_size": B, "per_document": 2} | changes
+    options = {"rows_per_step": 2, "block_size": B, "per_row": 2} | changes
     return objective.Feed(rows, seed=seed, **options)
 
 

@@ -35,7 +35,7 @@ def test_the_ranks_batches_are_the_parts_of_one_process_batch(rows):
     assert len(rows) >= 7
 
     def feed(**options):
-        return objective.Feed(rows, rows_per_step=5, block_size=4, per_document=3, seed=2, **options)
+        return objective.Feed(rows, rows_per_step=5, block_size=4, per_row=3, seed=2, **options)
 
     for step in range(3):
         whole = feed()(step)
@@ -57,7 +57,7 @@ def test_a_store_is_read_for_the_ranks_own_rows_alone(rows):
             asked.append(indices.tolist())
 
     for rank in (ranks.ALONE, ranks.Ranks(0, 2), ranks.Ranks(1, 2)):
-        objective.Feed(rows, rows_per_step=5, block_size=4, per_document=3, seed=2, store=Store(), ranks=rank)(1)
+        objective.Feed(rows, rows_per_step=5, block_size=4, per_row=3, seed=2, store=Store(), ranks=rank)(1)
     assert asked[0] == asked[1] + asked[2]
     assert (len(asked[1]), len(asked[2])) == (2, 3)
 

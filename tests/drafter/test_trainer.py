@@ -53,7 +53,7 @@ def fresh(llama, tiny_config):
 
 @pytest.fixture
 def feed(rows):
-    return objective.Feed(rows, rows_per_step=2, block_size=B, per_document=3, seed=8)
+    return objective.Feed(rows, rows_per_step=2, block_size=B, per_row=3, seed=8)
 
 
 def held(loop):

@@ -49,7 +49,7 @@ def fitted(target, texts, **options):
         ids = np.array(text.prompt + text.answer, np.int32)
         documents.append((number, Document(str(number), ids, np.arange(len(ids)) >= len(text.prompt))))
     rows = corpus.pack(documents, "train", 36, 0, ())
-    feed = objective.Feed(rows, rows_per_step=len(rows), block_size=B, per_document=9, seed=1)
+    feed = objective.Feed(rows, rows_per_step=len(rows), block_size=B, per_row=9, seed=1)
     goal = objective.Objective(target, "cross_entropy", B, rows_per_chunk=64)
     loop = trainer.Trainer(drafter, goal, configuration.OptimizerConfig(learning_rate=1e-2), 40, "float32")
     for step in range(40):

@@ -22,7 +22,7 @@ SETTINGS = {
     "name": "small", "drafter.kind": "gated_lora", "drafter.block_size": 4, "adapter.rank": 3,
     "data.kind": "text", "data.row_tokens": 32, "data.validation_fraction": 0.2,
     "loss.name": "total_variation", "loss.weights": "uniform", "loss.rows_per_chunk": 64,
-    "trainer.steps": STEPS, "trainer.rows_per_step": 2, "trainer.anchors_per_document": 4,
+    "trainer.steps": STEPS, "trainer.rows_per_step": 2, "trainer.anchors_per_row": 4,
     "trainer.validate_every": 6, "trainer.validation_rows": 2, "trainer.save_every": 3,
     "trainer.walk_documents": 2, "trainer.walk_tokens": 7,
 }  # fmt: skip

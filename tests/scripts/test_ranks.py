@@ -26,7 +26,7 @@ SETTINGS = {
     "name": "small", "drafter.num_hidden_layers": 1, "drafter.block_size": 4, "drafter.intermediate_size": 64,
     "data.kind": "text", "data.row_tokens": 32, "data.validation_fraction": 0.2, "loss.rows_per_chunk": 64,
     "optimizer.learning_rate": RATE, "trainer.steps": STEPS, "trainer.rows_per_step": 3,
-    "trainer.anchors_per_document": 4, "trainer.validate_every": STEPS, "trainer.validation_rows": 2,
+    "trainer.anchors_per_row": 4, "trainer.validate_every": STEPS, "trainer.validation_rows": 2,
     "trainer.save_every": 2, "trainer.walk_documents": 1, "trainer.walk_tokens": 3,
 }  # fmt: skip
 # Tells where each rank is, and is scripts/train.py for the rest.
