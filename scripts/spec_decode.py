@@ -18,6 +18,7 @@ adaptive  times block sizes chosen as the text goes against fixed ones; confiden
 decompose what of a speedup is the weights' and what is drafting's: two factors, four cells
 staged    times blocks of which only a part is verified at once
 transfer  one drafter on its own target and on variants of it: what it keeps, and whether to keep, adapt or retrain it
+walk      what drafters would serve over prompt sets, walked over the target's greedy texts in batches; times nothing
 layouts   times training steps of a gated LoRA, many blocks behind one reading of a window beside one block a window
 report    rebuilds the tables and plots of result files from their rows, on one page
 """
@@ -25,6 +26,8 @@ report    rebuilds the tables and plots of result files from their rows, on one 
 import argparse
 import pathlib
 import sys
+
+import walking
 
 import edge
 import evaluate
@@ -55,7 +58,8 @@ GUARD = "tokens whose top two logits are within ULPS of each other are decided b
 def main(argv):
     """Run one subcommand; returns its closing figures."""
     options = build_parser(smoke="--smoke" in argv).parse_args(argv)
-    own = {"generate": generate, "ksweep": ksweep, "ties": ties, "cost": cost, "layouts": layouts.run, "report": report}
+    own = {"generate": generate, "ksweep": ksweep, "ties": ties, "cost": cost, "report": report}
+    own |= {"walk": walking.run, "layouts": layouts.run}
     return (own | {name: run for name, (_, run) in evaluate.COMMANDS.items()})[options.command](options, argv)
 
 
@@ -68,6 +72,9 @@ def build_parser(smoke=False):
     add_ties(commands.add_parser("ties", help="audit where outputs differ", description=ties.__doc__), smoke)
     add_cost(commands.add_parser("cost", help="time steps and verifies", description=cost.__doc__), smoke)
     evaluate.add_commands(commands, smoke)
+    walking.add_options(
+        commands.add_parser("walk", help="compare drafters' tau", description=walking.run.__doc__), smoke
+    )
     layouts.add_options(commands.add_parser("layouts", help="time training steps", description=layouts.run.__doc__))
     add_report(commands.add_parser("report", help="rebuild tables from results", description=report.__doc__))
     return parser

@@ -20,9 +20,9 @@ ROOMS = {
         objective gated_objective flat trainer pieces recipes library ngram scratch appraisal pretrain variants""",
     "decode": "transaction verify proposers schedule cycle stream",
     "decode.lab": """prompts sensors health intervals statistics shown ties census arms timing walk cost layouts
-        plain_torch training_cost experiment agreement transfer lengths controls factors calibration policies staging
-        forecast criteria record tables plots figures page report""",
-    "scripts": """edge traps tracking session pretraining train opening measuring evaluate layouts spec_decode
+        walked plain_torch training_cost experiment agreement transfer lengths controls factors calibration policies
+        staging forecast criteria record tables plots figures page report""",
+    "scripts": """edge traps tracking session pretraining train opening measuring evaluate layouts walking spec_decode
         time_training synthesize make_variant manifest doctor""",
 }
 RANKS = {

@@ -31,6 +31,8 @@ def of(result, arms=None):
     """[(name, title, painter)] of the plots that a result has data for; arms as for `tables.of`."""
     if result["command"] == "cost":
         found = [width_plot(result["cost"]), context_plot(result["cost"])]
+    elif arms is None:  # nothing was timed
+        found = []
     else:
         found = [speed_plot(arms), survival_plot(arms), stage_plot(arms), pace_plot(result), census_plot(result)]
     return [plot for plot in found if plot]

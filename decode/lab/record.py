@@ -81,11 +81,21 @@ MEASURED = {
     "census": Maybe([COUNTED]),
 }
 SETUP = {"setup": {"costs": Each(float), "best": int, "threshold": float, "lines": Each([float])}}
+WALK = {
+    "set": str,
+    "prompt": str,
+    "drafter": str,
+    "block_size": int,
+    "committed_per_cycle": [int],
+    "loop_fraction": float,
+}
 AGREED = {"part": str, "prompt": str, "tokens": int, "agree": int, "kl": float}
 OWN = {"adaptive": SETUP, "confidence": SETUP, "transfer": {"agreement": [AGREED]}}  # beside MEASURED, by command
 TIMED = {"ms": float, "host_ms": float, "pipelined_ms": float, "spread_ms": [float]}
 WIDTHS = ({"foredraft": {"1": TIMED}}, Each(Each(TIMED)))
 COST = {"cost": {"context": int, "widths": WIDTHS, "contexts": Maybe(Each(Each(TIMED)))}}  # for MEASURED
+WALKED = {"drafters": [{"name": str}], "walks": [WALK]}  # for MEASURED
+INSTEAD = {"cost": COST, "walk": WALKED}
 HEAD = {"command": str, "config": dict, "target": {"source": str, "dtype": str}, "provenance": {"created": str}}
 DAMAGE = (ValueError, OSError, EOFError, RecursionError)  # what reading something else can raise
 SAME = ("command", "config", "target", "drafter", "criteria", "source code", "device")
@@ -115,8 +125,8 @@ def read(path):
 
 def shape_of(command):
     """The shape of a command's results."""
-    own = OWN.get(command, {}) if isinstance(command, str) else {}
-    return HEAD | (COST if command == "cost" else MEASURED | own)
+    command = command if isinstance(command, str) else ""
+    return HEAD | INSTEAD.get(command, MEASURED | OWN.get(command, {}))
 
 
 def fault(value, shape, where):

@@ -22,6 +22,7 @@ from decode.lab import (
     staging,
     tables,
     transfer,
+    walked,
 )
 from drafter import manifest
 
@@ -34,6 +35,7 @@ EVALUATIONS = {
     "ksweep": forecast,
     "staged": staging,
     "transfer": transfer,
+    "walk": walked,
 }  # by command: what else its rows say, and the tables of that
 TOLERANCE = 1e-9  # relative; the same sums in the same order, but JSON read back on another machine
 PAGE = "report.html"

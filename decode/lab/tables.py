@@ -34,6 +34,8 @@ def of(result, arms=None):
     """All tables of a result; arms: its figures as `experiment.summarise` gives them, for one that measured arms."""
     if result["command"] == "cost":
         return with_rows([widths(result["cost"]), contexts(result["cost"])])
+    if arms is None:  # nothing was timed
+        return []
     found = [speed(result, arms), certainty(result, arms), survival(arms), rules(result, arms), health(result)]
     found += [divergences(result), guards(result, arms), disagreement(result), by_margin(result)]
     return with_rows(found)

@@ -205,7 +205,7 @@ def test_help_names_the_commands_that_exist_and_no_other(capsys):
     shown = capsys.readouterr().out
     listed = shown.split("positional arguments:")[1].splitlines()
     named = [line.split()[0] for line in listed if line.startswith("    ") and line[4] != " "]
-    assert named == ["generate", "ksweep", "ties", "cost", *evaluate.COMMANDS, "layouts", "report"]
+    assert named == ["generate", "ksweep", "ties", "cost", *evaluate.COMMANDS, "walk", "layouts", "report"]
 
 
 @pytest.fixture(scope="module")
