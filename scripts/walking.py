@@ -1,5 +1,6 @@
 """spec_decode.py's walk: what drafters would serve over prompt sets, without timing anything."""
 
+import argparse
 import pathlib
 import sys
 
@@ -23,6 +24,13 @@ def add_options(parser, smoke=False):
     add("--limit", type=whole(1), metavar="N", help="take N prompts of each set, spread evenly over it (all)")
     add("--block-sizes", type=several(2, BLOCK), default=SIZES, metavar="B,…",
         help=f"as far as each drafter was trained ({','.join(map(str, SIZES))})")  # fmt: skip
+    add(
+        "--temperature",
+        type=temperature,
+        default=0.0,
+        metavar="T",
+        help="of the answers walked over: above 0 they are samples, for targets whose greedy ones loop (%(default)s)",
+    )
     add("--max-tokens", type=whole(2), default=128, metavar="N", help="cap of every answer (%(default)s)")
     add("--batch-size", type=whole(1), default=16, metavar="N", help="texts written or walked at once (%(default)s)")
     add("--out", type=pathlib.Path, metavar="FILE", help="result JSON (runs/walk/TARGET-TIME.json)")
@@ -31,8 +39,19 @@ def add_options(parser, smoke=False):
         parser.set_defaults(limit=1, max_tokens=6, block_sizes=(2, 4))
 
 
+def temperature(text):
+    """A converter to a temperature, 0 or above."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"found {text!r}; expected a temperature, 0 for greedy answers or above")
+    return value
+
+
 def run(options, argv):
-    """Walk drafters over the target's own greedy answers to prompt sets: tokens a cycle, by block size."""
+    """Walk drafters over the target's own answers to prompt sets: tokens a cycle, by block size."""
     from decode.lab import prompts
 
     chosen = [prompts.load(source, options.limit) for source in options.prompts]
@@ -57,7 +76,8 @@ def run(options, argv):
         for one in chosen
         for prompt in experiment.encode(target, one.prompts, options, raw=options.raw)
     ]
-    known = walked.texts(target, encoded, options.max_tokens, options.batch_size, progress)
+    written = options.max_tokens, options.batch_size, progress, options.temperature
+    known = walked.texts(target, encoded, *written)
     if not known:
         raise UserError(f"target {target.source}: every answer ends at once, so there is nothing to walk; try --raw")
     walks = walked.measure(target, drafters, options.block_sizes, known, options.batch_size, progress)

@@ -20,7 +20,7 @@ BLOCKS_PER_PASS = 256  # anchors drafted from at once over all rows; bounds memo
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A prompt and the target's greedy answer to it, as token ids; the answer holds its EOS when it finished."""
+    """A prompt and the target's answer to it, as token ids; the answer holds its EOS when it finished."""
 
     prompt: tuple
     answer: tuple
@@ -53,8 +53,13 @@ def held_out_prompts(rows, count):
 
 def greedy_texts(target, prompts, max_tokens, batch_size=16):
     """The target's own greedy answers to token-id prompts, cut at max_tokens; texts of one token are left out."""
-    jobs = collections.deque(answers.Job(str(i), None, list(ids), 0.0, max_tokens) for i, ids in enumerate(prompts))
-    written = answers.answer(target, jobs, batch_size=batch_size, seed=0)
+    return texts_at(0.0, target, prompts, max_tokens, batch_size)
+
+
+def texts_at(temperature, target, prompts, max_tokens, batch_size=16, seed=0):
+    """`greedy_texts` at a temperature: samples, where it is above 0, drawn by `seed`."""
+    asked = (answers.Job(str(i), None, list(ids), temperature, max_tokens) for i, ids in enumerate(prompts))
+    written = answers.answer(target, collections.deque(asked), batch_size=batch_size, seed=seed)
     found = {int(job.id): Text(tuple(job.tokens), tuple(tokens)) for job, tokens, _ in written}
     return [found[i] for i in sorted(found) if len(found[i].answer) > 1]
 

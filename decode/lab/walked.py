@@ -1,4 +1,4 @@
-"""Walked tau of drafters over prompt sets: what each would serve, by block size, over the same greedy texts.
+"""Walked tau of drafters over prompt sets: what each would serve, by block size, over the same texts of the target's.
 
 A walk is one text, one drafter and one block size: the tokens that each cycle would commit (see `walk`). The prompt is
 the unit of every interval, and drafters are compared over the prompts they share.
@@ -24,11 +24,11 @@ class Asked:
     tokens: tuple
 
 
-def texts(target, asked, max_tokens, batch_size, progress):
-    """[(Asked, walk.Text)] of the target's own greedy answers; one that ends at once leaves nothing to walk."""
+def texts(target, asked, max_tokens, batch_size, progress, temperature=0.0):
+    """[(Asked, walk.Text)] of the target's own answers; one that ends at once leaves nothing to walk."""
     found = []
     for part in progress(batches(asked, batch_size), total=-(-len(asked) // batch_size), desc="answers"):
-        written = walk.greedy_texts(target, [one.tokens for one in part], max_tokens, batch_size)
+        written = walk.texts_at(temperature, target, [one.tokens for one in part], max_tokens, batch_size)
         by_prompt = {text.prompt: text for text in written}
         found += [(one, by_prompt[one.tokens]) for one in part if one.tokens in by_prompt]
     return found
@@ -116,8 +116,8 @@ def pooled(units):
 def tables(found):
     """What a report shows: [(title, header, rows of text, notes)]."""
     notes = [
-        "τ is tokens a cycle over the target's own greedy texts, walked without decoding: pooled over cycles, and the "
-        "mean of prompts' own",
+        "τ is tokens a cycle over the target's own texts, walked without decoding: pooled over cycles, and the mean of "
+        "prompts' own; a gated LoRA's cycle is two forwards",
         f"a text loops where {statistics.LOOP_SHARE:.0%} of its {statistics.LOOP_NGRAM}-grams have stood before; over "
         "the first: this drafter's pooled τ ÷ the first one's at the same block size, paired over prompts",
     ]

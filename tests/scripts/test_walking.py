@@ -83,6 +83,20 @@ def test_drafters_walk_the_same_texts_each_as_far_as_it_was_trained(command, tar
     assert command("report", out, "--out", tmp_path / "tables")[1]["changed"] == {str(out): ["the findings"]}
 
 
+def test_samples_are_walked_where_they_are_asked_for(command, target, drafters, sets, tmp_path):
+    asked = ["--target", target, "--drafter", drafters[1], "--prompts", sets[0], "--max-tokens", CAP]
+    found = []
+    for T in (0, 3, 3):
+        out = tmp_path / f"walk{len(found)}.json"
+        assert command("walk", *asked, "--temperature", T, "--block-sizes", 2, "--out", out)[0] == 0
+        result = json.loads(out.read_text())
+        assert result["config"]["temperature"] == T
+        found.append(
+            [one["loop_fraction"] for one in result["walks"]] + [one["committed_per_cycle"] for one in result["walks"]]
+        )
+    assert found[1] == found[2] != found[0]
+
+
 def test_two_drafters_of_one_name_are_numbered(command, target, drafters, sets, tmp_path):
     out = tmp_path / "walk.json"
     asked = ["--target", target, "--drafter", drafters[1], drafters[1], "--prompts", sets[1], "--smoke", "--out", out]
@@ -99,6 +113,7 @@ def test_two_drafters_of_one_name_are_numbered(command, target, drafters, sets, 
         (["--prompts", "nothing_of_the_kind"], "no prompt set or file called"),
         (["--block-sizes", "1"], "a block is the pending token"),
         (["--max-tokens", "1"], "at least 2"),
+        (["--temperature", "-1"], "expected a temperature"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(command, target, drafters, words, told):
@@ -110,7 +125,7 @@ def test_bad_input_is_refused_in_one_line(command, target, drafters, words, told
 def test_a_target_whose_answers_end_at_once_is_refused(command, drafters, target, sets, tmp_path, monkeypatch):
     from decode.lab import walk
 
-    monkeypatch.setattr(walk, "greedy_texts", lambda *_: [])
+    monkeypatch.setattr(walk, "texts_at", lambda *_: [])
     asked = ["--target", target, "--drafter", drafters[0], "--prompts", sets[1], "--out", tmp_path / "walk.json"]
     code, closing, *_ = command("walk", *asked)
     assert code == 2 and "every answer ends at once" in closing["error"]
