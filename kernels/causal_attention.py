@@ -28,7 +28,7 @@ def attend_causal(queries, keys, values, scale):
         block = grouped[:, :, :, start : start + rows].reshape(R, G, -1, d)
         scores = (block @ keys[:, :, :end].swapaxes(-1, -2)).reshape(R, G, H // G, rows, end)
         scores = mx.where(triangle(rows, end), scores, HIDDEN).reshape(R, G, -1, end)
-        weights = exponential.above(scores, mx.max(scores, axis=-1, keepdims=True))  # exactly 0 where hidden
+        weights = exponential.exp(scores - mx.max(scores, axis=-1, keepdims=True))  # exactly 0 where hidden
         answer = (weights @ values[:, :, :end]) / (weights @ mx.ones((end, 1)))
         answers.append(answer.reshape(R, H, rows, d))
     return mx.concatenate(answers, axis=2)

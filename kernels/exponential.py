@@ -3,7 +3,7 @@
 MLX's own exp takes one number at a time on x86: 25 ns each, the larger part of a prompt's attention and MLPs. Here
 exp(x) = 2^n e^r with n = round(x / ln 2): r by two subtractions (Cody and Waite), e^r by the polynomial of Cephes'
 `expf` (Moshier), and 2^n by writing n where a float32 keeps its exponent. Reading bits is no elementwise operation to
-`mx.compile`, so there are three passes: n, its shift, and the rest with whatever is made of the exponential.
+`mx.compile`, so there are three passes: n and r, the shift, and the rest with whatever is made of the exponential.
 
 For inference only: the shift has no gradient. Relative error below 2 ulp (2.4e-7) of float32, MLX's own 8.
 """
@@ -26,30 +26,34 @@ def serves(x):
     return x.dtype == mx.float32 and x.ndim > 2 and x.shape[1] >= LEAST_ROWS and mx.default_device() == mx.cpu
 
 
-def made_of(argument, answer):
-    """The function answer(exp(argument(*arrays)), *arrays) of float32 arrays, both of elementwise operations."""
+def made_of(sign, answer):
+    """The function answer(e^(sign · x), x, *others) of float32 arrays, `answer` of elementwise operations."""
 
-    def cut(arrays):
-        return mx.minimum(mx.maximum(argument(*arrays), LOW), HIGH)
-
-    @shapeless
-    def shifted(*arrays):
-        return cut(arrays) * 1.4426950408889634 + SHIFT
+    def run(x, *others):
+        place, r = reduced(sign)(x)
+        return finished(r, upwards(place.view(mx.int32)).view(mx.float32), x, *others)
 
     @shapeless
-    def finished(shifted, power, *arrays):
-        n = shifted - SHIFT
-        r = cut(arrays) - n * LN2[0] - n * LN2[1]
+    def finished(r, power, x, *others):
         series = E_R[0]
         for coefficient in E_R[1:]:
             series = series * r + coefficient
-        return answer((series * (r * r) + r + 1) * power, *arrays)
-
-    def run(*arrays):
-        place = shifted(*arrays)
-        return finished(place, upwards(place.view(mx.int32)).view(mx.float32), *arrays)
+        return answer((series * (r * r) + r + 1) * power, x, *others)
 
     return run
+
+
+@functools.cache
+def reduced(sign):
+    """The pass that gives n + SHIFT and r of sign · x."""
+
+    def both(x):
+        y = mx.minimum(mx.maximum(x if sign > 0 else -x, LOW), HIGH)
+        place = y * 1.4426950408889634 + SHIFT
+        n = place - SHIFT
+        return place, y - n * LN2[0] - n * LN2[1]
+
+    return shapeless(both)
 
 
 @shapeless
@@ -58,8 +62,7 @@ def upwards(bits):
     return bits << 23
 
 
-exp = made_of(lambda x: x, lambda e, x: e)  # e^x, x cut to [LOW, HIGH]
-silu = made_of(lambda x: -x, lambda e, x: x / (1 + e))  # x σ(x)
-swiglu = made_of(lambda gate, x: -gate, lambda e, gate, x: gate / (1 + e) * x)  # silu(gate) x
-above = made_of(lambda x, most: x - most, lambda e, x, most: e)  # e^(x − most), of a softmax
-gated = made_of(lambda gate, x: -gate, lambda e, gate, x: x / (1 + e))  # σ(gate) x
+exp = made_of(1, lambda e, x: e)
+silu = made_of(-1, lambda e, x: x / (1 + e))  # x σ(x)
+swiglu = made_of(-1, lambda e, gate, x: gate / (1 + e) * x)  # silu(gate) x
+gated = made_of(-1, lambda e, gate, x: x / (1 + e))  # σ(gate) x
