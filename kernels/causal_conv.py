@@ -91,13 +91,13 @@ def compiled(x, weight, state):
     """`causal_conv` of a prompt on a CPU, float32, in a pass over all taps and one of SiLU; not differentiable."""
     T, K = x.shape[1], weight.shape[1]
     window = mx.concatenate([state, x], axis=1)
-    taps = [weight[:, j, 0] for j in range(K)]
+    taps = mx.split(mx.contiguous(weight[..., 0].T), K)  # [1,C] each; strided, they would take twice the time
     return exponential.silu(sum_taps(*taps, *(window[:, j : j + T] for j in range(K)))), window
 
 
 @exponential.shapeless
 def sum_taps(*arrays):
-    """Σ_j taps_j shifted_j, of K taps [C] and as many shifted inputs [R,T,C]."""
+    """Σ_j taps_j shifted_j, of K taps [1,C] and as many shifted inputs [R,T,C]."""
     K = len(arrays) // 2
     return sum(taps * inputs for taps, inputs in zip(arrays[:K], arrays[K:], strict=True))
 
