@@ -6,7 +6,8 @@ the short convolution, K its width.
 mlx-lm runs a gated-delta layer as a loop over time wherever it has no Metal kernel, and nothing can undo a row of its
 state. `attach` gives each such layer *instance* a subclass of its own class: weights, names and every other instance
 stay as they are, and `detach` restores the object. Numerics are mlx-lm's: the same operations in the same dtypes up to
-the recurrence, which accumulates in float32; only the order of its sums differs.
+the recurrence, which accumulates in float32; only the order of its sums differs. On a CPU the attention and the MLPs
+of such a model are attached as well (`cpu_layers`).
 """
 
 import contextlib
@@ -21,6 +22,7 @@ from mlx_lm.models import qwen3_5, qwen3_next
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
+from drafter import cpu_layers
 from kernels import fused_layer
 from kernels.causal_conv import causal_conv, state_after
 from kernels.gated_delta import Tape, gated_delta, replay
@@ -263,13 +265,13 @@ def conv_after(cache, window, n, T):
 
 @functools.cache
 def through_kernels(base):
-    """The subclass of a class in KINDS whose forward is `kernels/`' own."""
-    adapter = KINDS[base]
+    """The subclass of a class in KINDS or `cpu_layers.FORWARDS` whose forward is `kernels/`' own."""
+    adapter = KINDS.get(base)
 
     def call(self, inputs, mask=None, cache=None):
         return forward(self, adapter, inputs, mask, cache)
 
-    return type(base.__name__, (base,), {"__call__": call, "stock": base})
+    return type(base.__name__, (base,), {"__call__": call if adapter else cpu_layers.FORWARDS[base], "stock": base})
 
 
 def forward(layer, adapter, inputs, mask=None, cache=None):
@@ -324,15 +326,25 @@ def is_attached(module):
     return stock(module) is not type(module)
 
 
+def is_recurrent(module):
+    """Whether the module is a recurrent layer that runs through `kernels/`."""
+    return is_attached(module) and stock(module) in KINDS
+
+
 def attach(model):
-    """Let every recurrent layer of a known class run through `kernels/`; once more changes nothing."""
-    for module in model.modules():
-        if type(module) in KINDS:
+    """Let every recurrent layer of a known class run through `kernels/`, and on a CPU what lies between them in a
+    model that has one; once more changes nothing."""
+    modules = model.modules()
+    if not any(stock(module) in KINDS for module in modules):
+        return
+    kinds = {*KINDS, *(cpu_layers.FORWARDS if mx.default_device() == mx.cpu else ())}
+    for module in modules:
+        if type(module) in kinds:
             module.__class__ = through_kernels(type(module))
 
 
 def detach(model):
-    """Give every attached layer the class that it was loaded with."""
+    """Give every attached module the class that it was loaded with."""
     for module in filter(is_attached, model.modules()):
         module.__class__ = stock(module)
 
@@ -357,6 +369,6 @@ def make_cache(model, max_kv_size=None):
 def adopt(model, caches):
     """Let mlx-lm's caches of attached layers, whatever they hold, take rows back from now on. Returns the same list."""
     for layer, entry in zip(model.layers, caches):
-        if type(entry) is ArraysCache and any(map(is_attached, layer.modules())):
+        if type(entry) is ArraysCache and any(map(is_recurrent, layer.modules())):
             grown(entry)
     return caches

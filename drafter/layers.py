@@ -200,9 +200,10 @@ def plan_layer(layer):
 
 def plan_attention(layer):
     """The Attention of one attention layer."""
-    if type(layer) not in ATTENTIONS or type(layer.rope) not in ROPES or getattr(layer.rope, "traditional", False):
-        raise Unknown(f"{type(layer).__name__} with {type(layer.rope).__name__}")
-    gated = type(layer) is qwen3_next.Qwen3NextAttention
+    kind = hybrid.stock(layer)
+    if kind not in ATTENTIONS or type(layer.rope) not in ROPES or getattr(layer.rope, "traditional", False):
+        raise Unknown(f"{kind.__name__} with {type(layer.rope).__name__}")
+    gated = kind is qwen3_next.Qwen3NextAttention
     names = ("num_attention_heads", "num_key_value_heads") if gated else ("n_heads", "n_kv_heads")
     norms = (layer.q_norm, layer.k_norm) if "q_norm" in layer else None
     return Attention(

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from drafter import anchors, packed
-from drafter.hybrid import RecurrentCache
+from drafter.hybrid import RecurrentCache, stock
 from kernels.block_attention import attend
 from kernels.causal_conv import state_after
 from kernels.errors import UserError
@@ -135,9 +135,9 @@ def let_blocks_in(backbone, source="target"):
     Each such module gets a subclass whose forward is its class's own code with that one name looked up here: no
     module's global is replaced. Returns the backbone; raises UserError where a model attends in some other way.
     """
-    found = [module for module in backbone.modules() if attends(type(module))]
+    found = [module for module in backbone.modules() if attends(stock(module))]
     for module in found:
-        module.__class__ = asking(type(module))
+        module.__class__ = asking(stock(module))
     wanted = sum(any(name in layer for name in ("self_attn", "attention", "attn")) for layer in backbone.layers)
     if len(found) < max(1, wanted):
         raise UserError(f"target {source}: its attention cannot be shared by blocks; use adapter.layout=suffix")
@@ -160,12 +160,12 @@ def asking(base):
     return type(base.__name__, (base,), {"__call__": own})
 
 
-def through_cache(stock: Callable):
+def through_cache(usual: Callable):
     """mlx-lm's attention function, but that a SharedKeys is asked first."""
 
     def attention(queries, keys, values, cache, scale, mask, **options):
         if isinstance(cache, SharedKeys):
             return cache.attend(queries, keys, values, scale, mask)
-        return stock(queries, keys, values, cache=cache, scale=scale, mask=mask, **options)
+        return usual(queries, keys, values, cache=cache, scale=scale, mask=mask, **options)
 
     return attention

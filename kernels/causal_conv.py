@@ -8,7 +8,7 @@ import functools
 
 import mlx.core as mx
 
-from kernels import verdicts
+from kernels import exponential, verdicts
 from kernels.portable import Kernel
 
 THREADS = 128  # of a threadgroup, neighbouring channels; assumed
@@ -67,6 +67,8 @@ def causal_conv(x, weight, state=None, documents=None, differentiable=False, bui
     state = mx.zeros((len(x), weight.shape[1] - 1, x.shape[-1]), x.dtype) if state is None else state
     if build or not differentiable and verdicts.allowed("causal_conv.fused", case(x, weight)):
         return fused(x, weight, state, documents, build)
+    if not differentiable and documents is None and exponential.serves(x):
+        return compiled(x, weight, state)
     return plain(x, weight, state, documents)
 
 
@@ -83,6 +85,21 @@ def plain(x, weight, state, documents=None):
         total = total + shifted * taps[j]
     rounded = total.astype(x.dtype)
     return rounded * mx.sigmoid(rounded), window
+
+
+def compiled(x, weight, state):
+    """`causal_conv` of a prompt on a CPU, float32, in a pass over all taps and one of SiLU; not differentiable."""
+    T, K = x.shape[1], weight.shape[1]
+    window = mx.concatenate([state, x], axis=1)
+    taps = mx.split(mx.contiguous(weight[..., 0].T), K)  # [1,C] each; strided, they would take twice the time
+    return exponential.silu(sum_taps(*taps, *(window[:, j : j + T] for j in range(K)))), window
+
+
+@exponential.shapeless
+def sum_taps(*arrays):
+    """Σ_j taps_j shifted_j, of K taps [1,C] and as many shifted inputs [R,T,C]."""
+    K = len(arrays) // 2
+    return sum(taps * inputs for taps, inputs in zip(arrays[:K], arrays[K:], strict=True))
 
 
 def fused(x, weight, state, documents=None, build=None):

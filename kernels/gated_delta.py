@@ -11,7 +11,7 @@ the mask leaves out does not touch the state, and its y is 0. Replaying a tape o
 stops the state after any of the tape's tokens, and touches no weights.
 """
 
-from kernels import fused_delta, plain_delta, verdicts
+from kernels import cpu_delta, fused_delta, plain_delta, verdicts
 from kernels.errors import UserError
 from kernels.fused_delta import step
 from kernels.plain_delta import Tape, chunked, recur, states_at
@@ -21,12 +21,12 @@ __all__ = ["Tape", "chunked", "gated_delta", "recur", "replay", "replay_referenc
 
 
 def gated_delta(q, k, v, g, beta, state=None, mask=None, record=False, differentiable=False):
-    """The rule by the fastest route that serves here: the fused kernel, chunks, or the loop.
+    """The rule by the fastest route that serves here: the fused kernel, chunks (a CPU has its own), or the loop.
 
     q, k [R,T,Hk,Dk]   v [R,T,Hv,Dv]   g [R,T,Hv] or [R,T,Hv,Dk]   beta [R,T,Hv]   mask [R,T] bool, or None
     state           [R,Hv,Dv,Dk] float32, or None for zero
     record          whether to keep a Tape, whose bytes grow with T: only for the few rows of a verify
-    differentiable  whether gradients are wanted, which the kernel does not give
+    differentiable  whether gradients are wanted, which only chunks in plain operations give
     Returns y [R,T,Hv,Dv] in v's dtype, the state after the last token, and the Tape or None.
     Raises UserError for shapes that do not fit each other.
     """
@@ -36,6 +36,8 @@ def gated_delta(q, k, v, g, beta, state=None, mask=None, record=False, different
     )
     if fused:
         return step(q, k, v, g, beta, state, mask, record)
+    if not differentiable and cpu_delta.serves(g, mask):
+        return cpu_delta.run(q, k, v, g, beta, state, record)
     return plain_delta.run(q, k, v, g, beta, state, mask, record, differentiable)
 
 

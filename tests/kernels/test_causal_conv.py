@@ -57,6 +57,26 @@ def test_the_kernel_serves_any_number_of_tokens_and_channels(tokens):
         np.testing.assert_allclose(numbers(one), numbers(other), atol=3e-6, rtol=0)
 
 
+@pytest.mark.parametrize(("rows", "tokens", "channels", "width"), [(2, 64, 7, 4), (1, 71, 9, 3), (3, 97, 1, 2)])
+def test_a_prompt_on_a_cpu_reads_the_same_taps(rows, tokens, channels, width):
+    generator = np.random.default_rng(tokens)
+    shapes = (rows, tokens, channels), (channels, width), (rows, width - 1, channels)
+    x, weight, state = (generator.normal(size=shape).astype(np.float32) for shape in shapes)
+    y, window = causal_conv.compiled(mx.array(x), mx.array(weight[..., None]), mx.array(state))
+    np.testing.assert_array_equal(numbers(window), np.concatenate([state, x], axis=1))
+    _, expected = causal_conv_loop(*(array.astype(float) for array in (x, weight, state)))
+    np.testing.assert_allclose(numbers(y), expected, atol=3e-6, rtol=0)
+
+
+def test_gradients_of_a_prompt_are_those_of_plain_operations():
+    """The passes of a prompt on a CPU have none, so whoever wants them must not get those."""
+    x, weight = mx.random.normal((1, 70, 5)), mx.random.normal((5, K, 1))
+    found = mx.grad(lambda x: mx.sum(mx.sin(causal_conv.causal_conv(x, weight, differentiable=True)[0])))(x)
+    state = mx.zeros((1, K - 1, 5))
+    expected = mx.grad(lambda x: mx.sum(mx.sin(causal_conv.plain(x, weight, state)[0])))(x)
+    np.testing.assert_array_equal(numbers(found), numbers(expected))
+
+
 def test_no_state_is_a_state_of_zeros():
     arrays = drawn()
     empty = arrays | {"state": np.zeros_like(arrays["state"])}

@@ -11,7 +11,7 @@ import pytest
 from builds import BUILD
 from mlx_lm.models.gated_delta import gated_delta_ops
 
-from kernels import fused_delta, gated_delta, plain_delta, verdicts
+from kernels import cpu_delta, fused_delta, gated_delta, plain_delta, verdicts
 from kernels.errors import UserError
 from oracles import gated_delta_loop
 
@@ -55,10 +55,19 @@ def numbers(array):
     return np.array(array.astype(mx.float32))
 
 
+def on_cpu(q, k, v, g, beta, state=None, mask=None):
+    """The chunks of a CPU, for what they serve: no mask, and a gate a head."""
+    with mx.stream(mx.cpu):
+        if mask is None and g.ndim == 3:
+            return cpu_delta.chunked(q, k, v, g, beta, state)[:2]
+        return gated_delta.chunked(q, k, v, g, beta, state, mask)
+
+
 ROUTES = {
     "loop": gated_delta.recur,
     "chunks of 8": lambda *arguments: gated_delta.chunked(*arguments, chunk=8),
     "chunks of 64": gated_delta.chunked,
+    "chunks on a CPU": on_cpu,
     "dispatcher": lambda *arguments: gated_delta.gated_delta(*arguments)[:2],
 }
 
@@ -99,23 +108,25 @@ def test_half_precision_is_read_and_written_and_float32_in_between(route, dtype)
     np.testing.assert_allclose(numbers(state), states[:, -1], atol=FLOAT32, rtol=0)
 
 
+@pytest.mark.parametrize("route", ["chunks of 64", "chunks on a CPU"])
 @pytest.mark.parametrize("beta", [1, 2])
-def test_keys_that_repeat_do_not_cost_digits(beta):
+def test_keys_that_repeat_do_not_cost_digits(beta, route):
     """One key throughout, nothing forgotten: a series Σ(−A)^j would cancel terms of size 1e18, and lose everything."""
     arrays, _ = drawn(tokens=64)
     arrays["k"][:] = arrays["k"][:, :1]
     arrays["beta"][:], arrays["g"][:] = beta, 1
-    y, state = gated_delta.chunked(*given(arrays, None))
+    y, state = ROUTES[route](*given(arrays, None))
     expected, _, states = gated_delta_loop(*arrays.values())
     bound = 1e-5 * np.abs(states).max()  # at β = 2 every token reflects the state, which grows to 35
     np.testing.assert_allclose(numbers(y), expected, atol=bound, rtol=0)
     np.testing.assert_allclose(numbers(state), states[:, -1], atol=bound, rtol=0)
 
 
-def test_gates_too_small_for_a_logarithm_of_their_quotient_stay_exact():
+@pytest.mark.parametrize("route", ["chunks of 64", "chunks on a CPU"])
+def test_gates_too_small_for_a_logarithm_of_their_quotient_stay_exact(route):
     arrays, _ = drawn()
     arrays["g"] = np.where(np.random.default_rng(2).random(arrays["g"].shape) < 0.3, 1e-30, arrays["g"])
-    y, _ = gated_delta.chunked(*given(arrays, None))
+    y, _ = ROUTES[route](*given(arrays, None))
     np.testing.assert_allclose(numbers(y), gated_delta_loop(*arrays.values())[0], atol=FLOAT32, rtol=0)
 
 
@@ -237,9 +248,10 @@ def test_a_tape_replayed_to_n_is_the_loop_stopped_after_n_to_the_bit(case):
 
 
 @pytest.mark.parametrize("differentiable", [False, True])
-def test_every_route_records_the_same_tape(differentiable):
+@pytest.mark.parametrize("case", ["scalar", "masked"])
+def test_every_route_records_the_same_tape(differentiable, case):
     for tokens in (5, T):
-        arrays, mask = drawn("masked", tokens=tokens)
+        arrays, mask = drawn(case, tokens=tokens)
         state = mx.array(arrays["state"], mx.float32)
         _, _, tape = gated_delta.gated_delta(*given(arrays, mask), record=True, differentiable=differentiable)
         _, delta, states = gated_delta_loop(*arrays.values(), mask)
