@@ -88,15 +88,22 @@ def shares(text):
     return values
 
 
-def ulps(text):
-    """A converter to ULPs, a number of at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"found {text!r}; expected ULPs, a number of at least 0, for example 1")
-    return value
+def unsigned(what):
+    """A converter to numbers of at least 0; what: they are, for the line that refuses others."""
+
+    def convert(text):
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not 0 <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"found {text!r}; expected {what}")
+        return value
+
+    return convert
+
+
+ulps = unsigned("ULPs, a number of at least 0, for example 1")
 
 
 def open_models(options, control=None):

@@ -1,12 +1,11 @@
 """spec_decode.py's walk: what drafters would serve over prompt sets, without timing anything."""
 
-import argparse
 import pathlib
 import sys
 
 from kernels.errors import UserError
 from measuring import SIZES, UNRECORDED, place
-from opening import BLOCK, identity_card, prepare, progress, several, show_card, whole
+from opening import BLOCK, identity_card, prepare, progress, several, show_card, unsigned, whole
 
 
 def add_options(parser, smoke=False):
@@ -26,7 +25,7 @@ def add_options(parser, smoke=False):
         help=f"as far as each drafter was trained ({','.join(map(str, SIZES))})")  # fmt: skip
     add(
         "--temperature",
-        type=temperature,
+        type=unsigned("a temperature, 0 for greedy answers or above"),
         default=0.0,
         metavar="T",
         help="of the answers walked over: above 0 they are samples, for targets whose greedy ones loop (%(default)s)",
@@ -37,17 +36,6 @@ def add_options(parser, smoke=False):
     add("--smoke", action="store_true", help="sizes that only show that it runs; other options still win")
     if smoke:
         parser.set_defaults(limit=1, max_tokens=6, block_sizes=(2, 4))
-
-
-def temperature(text):
-    """A converter to a temperature, 0 or above."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"found {text!r}; expected a temperature, 0 for greedy answers or above")
-    return value
 
 
 def run(options, argv):
