@@ -21,7 +21,7 @@ import warnings
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, ConcatenateKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
-from drafter.hybrid import RecurrentCache
+from drafter.recurrent_cache import RecurrentCache
 
 
 class TransactionError(RuntimeError):

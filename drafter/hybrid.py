@@ -11,10 +11,8 @@ of such a model are attached as well (`cpu_layers`).
 """
 
 import contextlib
-import copy
 import dataclasses
 import functools
-import typing
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -23,15 +21,15 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
 from drafter import cpu_layers
+from drafter.recurrent_cache import conv_after, grown
 from kernels import fused_layer
-from kernels.causal_conv import causal_conv, state_after
-from kernels.gated_delta import Tape, gated_delta, replay
+from kernels.causal_conv import causal_conv
+from kernels.gated_delta import gated_delta
 from kernels.verdicts import allowed
 
 QK_EPSILON = 1e-6  # added to the sum of squares that queries and keys are normalised by; mlx-lm's figure
 
 NARROW = "fused_layer.layer_step"
-SHORT = 32  # assumed: rows whose window a view may keep alive; of a longer one, a prompt's, only the end is copied
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,153 +112,6 @@ KINDS = {  # exact classes; Qwen3.5's mixtures of experts use its layers
     qwen3_5.GatedDeltaNet: Adapter(project_apart, **QWEN, narrow=narrow_rows),
     qwen3_next.Qwen3NextGatedDeltaNet: Adapter(project_joined, **QWEN, narrow=narrow_rows),
 }
-
-
-class RecurrentCache(ArraysCache):
-    """What a recurrent layer carries: [convolution state [R,K−1,C], S [R,Hv,Dv,Dk] float32], each None when empty.
-
-    As mlx-lm's ArraysCache of two, but that rows fed between `arm` and `keep` can be taken back: meanwhile the layer
-    leaves the rows' tape, and the window they were convolved in, here. Nothing is kept of any other row.
-
-    documents  ids [R,T] of the packed rows about to be fed: the state is emptied where a document begins
-    tape       of the rows fed since `arm`, None before the first; past the first `rows`, what only pads
-    window     [R,K−1+T,C]: the convolution state at `arm`, then the inputs of the tape's T rows
-    owed       rows of a tape that S still lacks (fused_layer.Owed) or None: added by whoever reads `cache`, or by the
-               next rows' own kernel, which then says so with `settle`
-    watcher    called with (k, v, g, beta, window) of the rows fed, from which the state after any of them can be had
-    """
-
-    documents = tape = window = before = owed = watcher = None
-    recording = owing = False
-    fed = 0
-
-    @property
-    def cache(self):
-        """[convolution state, S], S with what it was owed."""
-        if self.owed:
-            self.settle(replay(self.held[1], *self.owed))
-        if isinstance(self.held[0], Cut):
-            self.held = [self.held[0].rows(), self.held[1]]
-        return self.held
-
-    @cache.setter
-    def cache(self, held):
-        if self.owing:
-            self.settle(replay(self.held[1], *self.owed))  # for `before`, which a commit may come back to
-        self.held, self.owed = held, None
-
-    def settle(self, S):
-        """Take S for the state with what it was owed, before any further row."""
-        self.held, self.owed = [self.held[0], S], None
-        if self.owing:
-            self.before[0][1], self.owing = S, False
-
-    @property
-    def rows(self):
-        """Rows fed since `arm`."""
-        return 0 if self.tape is None else self.fed
-
-    def arm(self):
-        """Note where the state stands and record from here on; references, no copies."""
-        self.before = [list(self.held), own(self.lengths), own(self.left_padding)]
-        self.tape = self.window = None
-        self.recording, self.owing = True, self.owed is not None
-
-    def record(self, tape, window, count=None):
-        """Add the tape of T more rows and the window [R,K−1+T,C] they were convolved in; the first `count` count."""
-        T = tape.delta.shape[1]
-        count = T if count is None else count
-        if self.tape is not None:  # rows fed piecewise
-            kept = window.shape[1] - T
-            window = mx.concatenate([self.window[:, : kept + self.fed], window[:, kept : kept + count]], axis=1)
-            tape = joined(first_rows(self.tape, self.fed), first_rows(tape, count))
-            count += self.fed
-        self.tape, self.window, self.fed = tape, window, count
-
-    def owe(self, tape, window, count):
-        """Record, and leave the state as it is, owed the first `count` rows of the tape."""
-        self.record(tape, window, count)
-        conv = Cut(window, count, window.shape[1] - tape.delta.shape[1])
-        self.held, self.owed = [conv, self.held[1]], fused_layer.Owed(tape, count)
-
-    def keep(self, n):
-        """Leave what the first n of the recorded rows would have left, and stop recording.
-
-        S ← g S + δ kᵀ for each of them, from the state at `arm`. May be repeated until the next `arm`.
-        """
-        self.recording = False
-        if 0 < n == self.rows:
-            return
-        (conv, S), lengths, padding = self.before
-        self.lengths, self.left_padding = own(lengths), own(padding)
-        if n:
-            T = self.tape.delta.shape[1]
-            short = T <= SHORT and self.lengths is None
-            conv = Cut(self.window, n, self.window.shape[1] - T) if short else conv_after(self, self.window, n, T)
-            self.held, self.owed = [conv, S], fused_layer.Owed(self.tape, n)
-            self.advance(n)
-        else:  # where no row was fed, what was owed at `arm` still is
-            self.held, self.owed = [conv, S], self.owed if self.owing else None
-
-    def extract(self, idx):
-        """One row's cache, of this kind."""
-        return grown(super().extract(idx))
-
-
-def arrays(entry):
-    """Every array that a cache holds, a tree: what to wait for. What a recurrent state is owed stays owed to it."""
-    if not isinstance(entry, RecurrentCache):
-        return entry.state
-    taped = [vars(tape) for tape in (entry.tape, entry.owed and entry.owed.tape) if tape]
-    return [*(part.window if isinstance(part, Cut) else part for part in entry.held if part is not None), *taped]
-
-
-class Cut(typing.NamedTuple):
-    """A convolution's state that is still within a window: `size` rows of it from row `n`. Most are never cut out: the
-    next rows' kernel reads them where they are."""
-
-    window: mx.array
-    n: int
-    size: int
-
-    def rows(self):
-        """The state, [R,K−1,C]."""
-        return self.window[:, self.n : self.n + self.size]
-
-
-RecurrentCache.__name__ = ArraysCache.__name__  # what mlx-lm's files of caches call it, who loads only its own kinds
-
-
-def grown(entry):
-    """An ArraysCache made a RecurrentCache, with what it holds."""
-    held = vars(entry).pop("cache")
-    entry.__class__ = RecurrentCache
-    entry.cache = held
-    return entry
-
-
-def own(array):
-    """The same array, or None, under a Python object of its own: mlx-lm counts rows down in place."""
-    return array if array is None else copy.copy(array)
-
-
-def first_rows(tape, n):
-    """A tape's first n rows."""
-    fields = [field.name for field in dataclasses.fields(Tape)]
-    return tape if n == tape.delta.shape[1] else Tape(*(getattr(tape, name)[:, :n] for name in fields))
-
-
-def joined(first, second):
-    """The tape of the rows of two, one after the other."""
-    fields = [field.name for field in dataclasses.fields(Tape)]
-    return Tape(*(mx.concatenate([getattr(tape, name) for tape in (first, second)], axis=1) for name in fields))
-
-
-def conv_after(cache, window, n, T):
-    """The convolution state [R,K−1,C] after n of the T rows whose window is given, or each row's own length if less."""
-    ends = n if cache.lengths is None else mx.clip(cache.lengths, 0, n)
-    state = state_after(window, ends, window.shape[1] - T + 1)
-    return mx.contiguous(state) if T > SHORT else state
 
 
 @functools.cache

@@ -23,6 +23,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import secrets
 import subprocess
 
@@ -37,6 +38,7 @@ UNLISTED = {NAME, SUMS, ".DS_Store"}
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ROOMS = ("kernels", "drafter", "decode", "scripts")
+ABSOLUTE = re.compile(r"(?<![^\s=,\[('\"])/[^\s,\])'\"]+")  # a path from the root: alone, in a list, or after =
 PACKAGES = ("mlx", "mlx-metal", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-lm", "transformers", "numpy", "datasets")
 
 
@@ -137,8 +139,9 @@ def read_json(path):
 def provenance(argv):
     """What produced a file: {commit, dirty, source_digest, versions, device, blas, argv, created}.
 
-    argv: the command's arguments as they were typed. Commit and dirty come from git; outside a checkout the commit is
-    the variable FOREDRAFT_COMMIT's, and dirty is None (unknown). `source_digest` names the code either way.
+    argv: the command's arguments as they were typed, but for this machine's folders (`unplaced`). Commit and dirty come
+    from git; outside a checkout the commit is the variable FOREDRAFT_COMMIT's, and dirty is None (unknown).
+    `source_digest` names the code either way.
     """
     commit, dirty = git_state()
     machine = backend.describe()
@@ -149,9 +152,30 @@ def provenance(argv):
         "versions": versions(),
         "device": {key: machine.get(key) for key in ("device", "device_name", "reason", "tf32")},
         "blas": {key: machine["blas"][key] for key in ("name", "reason")},  # its path is this machine's own affair
-        "argv": [str(word) for word in argv],
+        "argv": unplaced([str(word) for word in argv]),
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def unplaced(value):
+    """Text, or a tree of it in lists and dicts, without this machine's folders; whatever else is there stays as it is.
+
+    Of an absolute path, wherever in a text it stands, what is within the checkout or the home folder is told from
+    there, and of any other only the last name.
+    """
+    if isinstance(value, dict):
+        return {key: unplaced(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [unplaced(each) for each in value]
+    return ABSOLUTE.sub(lambda found: told(pathlib.PurePath(found[0])), value) if isinstance(value, str) else value
+
+
+def told(path):
+    """An absolute path as it may be published."""
+    for place, mark in ((ROOT, ""), (pathlib.Path.home(), "~/")):
+        if path.is_relative_to(place):
+            return f"{mark}{path.relative_to(place)}"
+    return f"…/{path.name}"
 
 
 def git_state(root=ROOT):

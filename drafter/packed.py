@@ -6,7 +6,7 @@ R rows, T tokens, D hidden. Documents are numbered from 1 in each row; 0 is padd
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from drafter.hybrid import RecurrentCache
+from drafter.recurrent_cache import RecurrentCache
 
 MASKED = (KVCache, RotatingKVCache)  # caches of layers that see what a mask lets them see
 TOLERANCE = 1e-2  # of the largest hidden value; masked keys weigh exactly 0, a leak moves values by tenths (assumed)

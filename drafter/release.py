@@ -171,4 +171,5 @@ def provenance_rows(record):
     state = {True: "changed", False: "clean", None: "outside a checkout"}[record.dirty]
     rows = {"commit": f"{record.commit} ({state})" if record.commit else "unknown"}
     rows |= {"source digest": record.source_digest, "config digest": record.config_digest or "none"}
-    return rows | {"created": record.created, "arguments": " ".join(record.argv) or "none"} | record.versions
+    arguments = " ".join(manifest.unplaced(record.argv)) or "none"
+    return rows | {"created": record.created, "arguments": arguments} | record.versions

@@ -14,7 +14,8 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from drafter import anchors, packed
-from drafter.hybrid import RecurrentCache, stock
+from drafter.hybrid import stock
+from drafter.recurrent_cache import RecurrentCache
 from kernels.block_attention import attend
 from kernels.causal_conv import state_after
 from kernels.errors import UserError

@@ -16,8 +16,9 @@ import pathlib
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from drafter import hybrid, layers
+from drafter import layers
 from drafter.layers import KERNELS, Place, Unknown, needed, plan, served, weight
+from drafter.recurrent_cache import Cut, RecurrentCache
 from kernels import block_attention, verdicts
 from kernels.plain_delta import Tape
 from kernels.portable import WIDE, scalar
@@ -65,7 +66,7 @@ class Step:
             cache is not None
             and tokens.shape[0] == 1
             and 0 < tokens.shape[1] <= MOST_ROWS
-            and all(type(entry) in (KVCache, hybrid.RecurrentCache) for entry in cache)
+            and all(type(entry) in (KVCache, RecurrentCache) for entry in cache)
             and all(getattr(entry, "lengths", None) is getattr(entry, "left_padding", None) is None for entry in cache)
             and all(getattr(entry, "documents", None) is None for entry in cache)
             and any(type(entry) is KVCache for entry in cache)
@@ -155,7 +156,7 @@ def recurrent_state(entry, empty):
 
     empty: the state where there is none.
     """
-    if entry.owed and isinstance(entry.held[0], hybrid.Cut):
+    if entry.owed and isinstance(entry.held[0], Cut):
         (conv, S), (tape, n) = entry.held, entry.owed
         return conv.window, empty[1] if S is None else S, tape.delta, tape.k, tape.g, scalar(n)
     return tuple(first if value is None else value for value, first in zip(entry.cache, empty, strict=True))
@@ -169,7 +170,7 @@ def leave(entry, rows, W):
     if tape:
         entry.owe(Tape(*tape), window, W)
     else:
-        entry.cache = [hybrid.Cut(window, W, window.shape[1] - width(W)), *after]
+        entry.cache = [Cut(window, W, window.shape[1] - width(W)), *after]
 
 
 def for_model(model, backbone, route=KERNELS):

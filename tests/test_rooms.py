@@ -15,11 +15,11 @@ ROOMS = {
     "kernels": """errors blas backend nvrtc host portable verdicts exponential fused_loss fused_weights plain_delta
         cpu_delta fused_delta gated_delta causal_conv causal_attention fused_layer block_attention fused_rows
         small_matmul selfcheck""",
-    "drafter": """losses limits config rng ranks manifest anchors fingerprint gguf sources watch cpu_layers hybrid
-        packed layers steps trial target shapes heads dflash drafting shared_prefix gated_lora formats documents
-        corpus overlap prompts answers sanity questions conversations journal synthesis features checkpoint release
-        turns objective gated_objective flat trainer pieces recipes library ngram scratch appraisal pretrain
-        variants""",
+    "drafter": """losses limits config rng ranks manifest anchors fingerprint gguf sources watch recurrent_cache
+        cpu_layers hybrid packed layers steps trial target shapes heads dflash drafting shared_prefix
+        gated_lora formats documents corpus overlap prompts answers sanity questions conversations journal
+        synthesis features checkpoint release turns objective gated_objective flat trainer pieces recipes
+        library ngram scratch appraisal pretrain variants""",
     "decode": "transaction verify proposers schedule cycle stream",
     "decode.lab": """prompts sensors health intervals statistics shown ties census arms timing walk cost layouts
         walked plain_torch training_cost experiment agreement transfer lengths controls factors calibration policies

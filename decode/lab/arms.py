@@ -238,8 +238,12 @@ def open_drafter(target, path, *, allow_mismatch, alpha=None):
     """(drafter, what a result records of it) from a path; alpha: of an adapter that does not say its own."""
     loaded = checkpoint.load_drafter(path, target, allow_mismatch=allow_mismatch, alpha=alpha)
     folder = loaded.folder.resolve()
-    inside = folder.relative_to(manifest.ROOT) if folder.is_relative_to(manifest.ROOT) else folder
-    identity = {"path": str(inside), "sha256": loaded.sha256, "kind": loaded.kind, "target_mismatch": loaded.mismatch}
+    identity = {
+        "path": manifest.unplaced(str(folder)),
+        "sha256": loaded.sha256,
+        "kind": loaded.kind,
+        "target_mismatch": loaded.mismatch,
+    }
     if (folder / manifest.NAME).is_file():
         identity["trained_length"] = manifest.read(folder).extra.get("row_tokens")
     return loaded.drafter, identity

@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from decode.transaction import Transaction
-from drafter import hybrid, shapes
+from drafter import hybrid, recurrent_cache, shapes
 
 PIECE = 2048  # prompt rows of one forward, as mlx-lm feeds them
 CHAIN = 10  # units of a pipelined measurement
@@ -69,7 +69,7 @@ class Ours:
 
     def states(self):
         """Every array of the caches."""
-        return [hybrid.arrays(entry) for entry in self.caches]
+        return [recurrent_cache.arrays(entry) for entry in self.caches]
 
 
 class Stock:

@@ -68,9 +68,9 @@ def header(command, argv, config, target, drafter):
     return {
         "schema": SCHEMA,
         "command": command,
-        "argv": list(argv),
-        "config": config,
-        "provenance": manifest.provenance(argv) | {"environment": environment()},
+        "argv": manifest.unplaced(list(argv)),
+        "config": manifest.unplaced(config),
+        "provenance": manifest.provenance(argv) | {"environment": manifest.unplaced(environment())},
         "target": target.identity(),
         "drafter": drafter,
     }

@@ -24,7 +24,7 @@ from mlx_lm.utils import load_model
 
 import tiny
 from decode.transaction import Transaction, TransactionError
-from drafter import hybrid
+from drafter import hybrid, recurrent_cache
 from kernels import causal_conv, gated_delta
 from oracles import assert_same_caches
 
@@ -193,7 +193,7 @@ def through_host(monkeypatch):
         return gated_delta.step(*arrays, record=record, build=BUILD)
 
     monkeypatch.setattr(hybrid, "gated_delta", rule)
-    monkeypatch.setattr(hybrid, "replay", functools.partial(gated_delta.replay, build=BUILD))
+    monkeypatch.setattr(recurrent_cache, "replay", functools.partial(gated_delta.replay, build=BUILD))
     monkeypatch.setattr(hybrid, "causal_conv", functools.partial(causal_conv.causal_conv, build=BUILD))
 
 

@@ -20,9 +20,9 @@ from mlx_lm.models.cache import ArraysCache, KVCache, load_prompt_cache, make_pr
 from mlx_lm.utils import load_model
 
 import tiny
-from drafter import cpu_layers, fingerprint, hybrid, packed
+from drafter import cpu_layers, fingerprint, hybrid, packed, recurrent_cache
 from drafter import target as targets
-from drafter.hybrid import RecurrentCache
+from drafter.recurrent_cache import RecurrentCache
 from kernels import fused_layer, gated_delta, plain_delta
 
 KINDS = {"qwen3_5": qwen3_5.GatedDeltaNet, "qwen3_next": qwen3_next.Qwen3NextGatedDeltaNet}
@@ -387,7 +387,7 @@ def drawn(T):
 @pytest.mark.parametrize("build", [None, "host"])
 def test_keep_is_the_serial_rule_on_the_same_inputs_for_every_n_and_width(build, monkeypatch):
     """Bit for bit where one body serves both: the kernel, and the loop up to 16 rows, past which chunks record."""
-    monkeypatch.setattr(hybrid, "replay", functools.partial(gated_delta.replay, build=build))
+    monkeypatch.setattr(recurrent_cache, "replay", functools.partial(gated_delta.replay, build=build))
     rule = functools.partial(gated_delta.step, build=build) if build else gated_delta.gated_delta
     start = [mx.random.normal((2, WIDTH, 7), key=mx.random.key(1)), mx.random.normal((2, 3, 5, 32))]
     for T in range(1, 18):

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import pathlib
 import stat
 import subprocess
 
@@ -55,6 +56,27 @@ def test_a_manifest_lists_every_file_with_its_digest_and_size(folder):
     record = manifest.verify(folder)
     assert (record.kind, record.target, record.extra) == ("checkpoint", TARGET, {"step": 5})
     assert record.bytes == sum(entry["bytes"] for entry in expected.values())
+
+
+@pytest.mark.parametrize(
+    ("typed", "recorded"),
+    [
+        (["--out", f"{manifest.ROOT}/runs/a/b"], ["--out", "runs/a/b"]),
+        ([f"out={pathlib.Path.home()}/runs"], ["out=~/runs"]),
+        (["data.sources=[/data/mine/one,/data/mine/two]"], ["data.sources=[…/one,…/two]"]),
+        (["release", "/scratch/h200", "--bits", "4"], ["release", "…/h200", "--bits", "4"]),
+        (["a/b", "1/2", "https://x/y", "hf:org/name:train", "either / or", "~/runs", "../x"], None),
+        ({"one": ["/a/b", 3, None], "two": {"three": "/a/c"}}, {"one": ["…/b", 3, None], "two": {"three": "…/c"}}),
+    ],
+)
+def test_what_is_recorded_names_no_folder_of_this_machine(typed, recorded):
+    assert manifest.unplaced(typed) == (recorded or typed)
+
+
+def test_arguments_are_recorded_without_this_machines_folders(tmp_path):
+    (tmp_path / "weights.bin").write_bytes(b"1")
+    manifest.write(tmp_path, kind="checkpoint", target=TARGET, argv=["out=/elsewhere/runs", 7])
+    assert json.loads((tmp_path / "manifest.json").read_text())["argv"] == ["out=…/runs", "7"]
 
 
 def flip(folder):
