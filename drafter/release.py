@@ -71,7 +71,9 @@ def release(folder, out, *, argv, bits=None):
             checkpoint.save_quantised(folder, gathered, bits)
         with manifest.atomic(gathered / CARD, "w") as stream:
             stream.write(model_card(record, out.name, names))
-        extra = {"released": {"kind": record.kind, "commit": record.commit, "created": record.created}} | record.extra
+        made = {"kind": record.kind, "commit": record.commit, "created": record.created}
+        made |= {"argv": manifest.unplaced(record.argv)}
+        extra = {"released": made} | record.extra  # of a release released again, what it was made from
         shared = {"target": record.target, "data": record.data, "config_digest": record.config_digest}
         manifest.write(gathered, kind="release", argv=argv, extra=extra, **shared)
         written = write_sums(gathered)
@@ -116,7 +118,7 @@ def model_card(record, title, names):
         lead.format(title=title, source=source, proposals=proposals),
         section("Target", record.target),
         section("Configuration", flat(config)) if config else "",
-        section("Figures", flat(record.extra)),
+        section("Figures", flat({name: value for name, value in record.extra.items() if name != "released"})),
         section("Training metrics", last_metrics(record)),
         section("Data", {entry["name"]: entry["sha256"] for entry in record.data}),
         section("Made with", provenance_rows(record)),
@@ -171,5 +173,5 @@ def provenance_rows(record):
     state = {True: "changed", False: "clean", None: "outside a checkout"}[record.dirty]
     rows = {"commit": f"{record.commit} ({state})" if record.commit else "unknown"}
     rows |= {"source digest": record.source_digest, "config digest": record.config_digest or "none"}
-    arguments = " ".join(manifest.unplaced(record.argv)) or "none"
+    arguments = " ".join(record.extra.get("released", {}).get("argv") or manifest.unplaced(record.argv)) or "none"
     return rows | {"created": record.created, "arguments": arguments} | record.versions

@@ -150,6 +150,18 @@ def test_the_card_states_target_configuration_figures_data_and_check(command, ru
     assert "| loss | 7 |" not in card, "that is another step's"
 
 
+def test_a_release_released_again_still_says_what_it_was_made_from(command, runs, tmp_path):
+    step = runs / "small" / "a" / "step-9"
+    manifests.write(step, kind="checkpoint", target=TARGET, argv=["+experiment=a", "out=/elsewhere/runs"])
+    command("release", step, "--out", tmp_path / "first")
+    command("release", tmp_path / "first", "--out", tmp_path / "second")
+    first, second = (manifests.verify(tmp_path / name) for name in ("first", "second"))
+    assert first.extra["released"] == second.extra["released"]
+    assert first.extra["released"]["kind"] == "checkpoint"
+    for name in ("first", "second"):
+        assert "| arguments | +experiment=a out=…/runs |" in (tmp_path / name / "README.md").read_text()
+
+
 def test_the_checksums_are_accepted_and_refuse_a_changed_byte(command, runs, tmp_path):
     out = tmp_path / "drafter"
     command("release", runs / "small" / "a", "--out", out)
