@@ -32,7 +32,7 @@ VARIANT := runs/variants/smollm2-ablated
 
 lab: $(READY)
 	@test -d $(VARIANT) || $(BIN)/python scripts/make_variant.py ablated --prompts gsm8k humaneval --limit 4 --out $(VARIANT)
-	@for command in ksweep context controls adaptive confidence staged cost; do \
+	@for command in ksweep walk context controls adaptive confidence staged cost; do \
 		$(BIN)/python scripts/spec_decode.py $$command $(LAB) --out runs/lab/$$command.json; done
 	@$(BIN)/python scripts/spec_decode.py transfer $(LAB) --variants $(VARIANT) --out runs/lab/transfer.json
 	@$(BIN)/python scripts/spec_decode.py decompose $(LAB) --variant $(VARIANT) --out runs/lab/decompose.json

@@ -45,6 +45,7 @@ class Blocks:
 
     config  a `gated_lora.GatedLoraConfig`     widest  rows of the largest block; draws are made for it, and cut
     layout  one of LAYOUTS                     corruption  one of CORRUPTIONS
+    per_row blocks drawn of a row of the prefix layout
     A draw is keyed by (seed, stream, step) alone, so runs of other block sizes see the same anchors and noise.
     """
 

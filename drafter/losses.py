@@ -23,14 +23,15 @@ UNDERFLOW = -100.0  # log p below which reverse KL counts no further: exp(−100
 
 
 def cross_entropy(logits, labels):
-    """−log q(label) in nats: logits [..., V], labels [...] int; returns float32 [...]. Its slope is q, less 1 at the
-    label, and is made with the value: V is so much wider than all else that each pass over it counts.
+    """−log q(label) in nats: logits [..., V], labels [...] int; returns float32 [...].
+
+    The slope, q less 1 at the label, is made with the value: V is so wide that each pass over the logits counts.
     """
 
     @mx.custom_function
     def run(logits):
         rows = logits.reshape(-1, logits.shape[-1])
-        made = (fused_loss.cross_entropy if fused_loss.serves(rows) else fused_loss.reference)(rows, labels.reshape(-1))
+        made = fused_loss.cross_entropy(rows, labels.reshape(-1))
         return tuple(each.reshape(shape) for each, shape in zip(made, (labels.shape, logits.shape)))
 
     @run.vjp

@@ -54,7 +54,7 @@ def mix(queries, context_keys, context_values, block_keys, block_values, context
     flat = grouped.reshape(R, G, H // G * N * B, d)
     context_scores = flat @ context_keys.swapaxes(-1, -2)  # [R,G,H/G·N·B,T]
     block_scores = grouped @ block_keys[:, :, None].swapaxes(-1, -2)  # [R,G,H/G,N,B,B]
-    of_context, of_block = fused_weights.choose(context_scores, block_scores, context_seen, block_seen)
+    of_context, of_block = fused_weights.weigh(context_scores, block_scores, context_seen, block_seen)
     from_block = of_block @ block_values[:, :, None]
     answer = (of_context @ context_values).reshape(from_block.shape) + from_block
     return answer.reshape(R, H, N, B, d), of_context, of_block

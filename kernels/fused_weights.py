@@ -71,13 +71,23 @@ kernel = Kernel(
 )
 
 
-def weigh(context_scores, block_scores, context_seen, block_seen, build=None):
+def weigh(context_scores, block_scores, context_seen, block_seen):
     """The weights of scores, softmaxed in float32 over context and block together; 0 where a key is hidden.
+
+    By the kernel where that may serve.
 
     context_scores [R,G,S,T]       block_scores [R,G,S/B/N,N,B,B]     of one dtype, theirs and the weights'
     context_seen   [R,1,N,B,T]     block_seen   [1,1,1,B,B]           bool; every row must see a key of its block
     Returns (weights of the context [R,G,S,T], of the blocks, in block_scores' shape).
     """
+    B = block_scores.shape[-1]
+    fits = context_seen.shape[1:2] == (1,) and block_seen.shape == (1, 1, 1, B, B)
+    kernel = fits and verdicts.allowed("fused_weights.fused", case(context_scores.dtype, B))
+    return (fused if kernel else plain)(context_scores, block_scores, context_seen, block_seen)
+
+
+def fused(context_scores, block_scores, context_seen, block_seen, build=None):
+    """`weigh` in one launch, by the named build of the kernel, or the default device's."""
     (R, G, S, T), (N, B) = context_scores.shape, block_scores.shape[3:5]
     return kernel(
         [context_scores, block_scores, context_seen, block_seen],
@@ -94,7 +104,7 @@ def weigh(context_scores, block_scores, context_seen, block_seen, build=None):
     )  # fmt: skip
 
 
-def reference(context_scores, block_scores, context_seen, block_seen):
+def plain(context_scores, block_scores, context_seen, block_seen):
     """`weigh` in plain operations."""
     T = context_scores.shape[-1]
     parts = context_scores.reshape(*block_scores.shape[:-1], T), block_scores
@@ -104,14 +114,6 @@ def reference(context_scores, block_scores, context_seen, block_seen):
     return weights[..., :T].reshape(context_scores.shape), weights[..., T:]
 
 
-def choose(context_scores, block_scores, context_seen, block_seen):
-    """`weigh` where it may be used on this machine, else its reference."""
-    B = block_scores.shape[-1]
-    fits = context_seen.shape[1:2] == (1,) and block_seen.shape == (1, 1, 1, B, B)
-    kernel = fits and verdicts.allowed("fused_weights.weigh", case(context_scores.dtype, B))
-    return (weigh if kernel else reference)(context_scores, block_scores, context_seen, block_seen)
-
-
 def case(dtype, B):
     """What a verdict on the kernel holds for."""
     return f"{str(dtype).removeprefix('mlx.core.')} blocks of {B}"
@@ -119,14 +121,11 @@ def case(dtype, B):
 
 def checks(dims):
     """The Checks of the kernel against plain operations, for the (T, B) that a drafter is trained at."""
-    dtype = getattr(mx, dims["dtype"])
+    dtype, calls = getattr(mx, dims["dtype"]), (fused, plain)
     return [
-        Check(
-            "fused_weights.weigh", case(dtype, B), weigh, reference, functools.partial(drawn, dtype, T, B),
-            TOLERANCE[dtype],
-        )
+        Check("fused_weights.fused", case(dtype, B), *calls, functools.partial(drawn, dtype, T, B), TOLERANCE[dtype])
         for T, B in dims.get("blocks", ())
-    ]  # fmt: skip
+    ]
 
 
 def drawn(dtype, T, B):

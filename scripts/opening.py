@@ -14,12 +14,18 @@ PROBE_BYTES = 1 << 16  # of a result about to be written: a disk this full is re
 SMOKE = {"limit": 1, "max_tokens": 6, "repeats": 1, "warmup": 0}  # enough to run every line, too little to measure
 
 
-def add_models(parser, omitted):
-    """The options that both decoding commands share; omitted: what stands in for a drafter that is not named."""
+def add_models(parser, omitted=None):
+    """The options that name a target and its drafter.
+
+    omitted: what stands in for a drafter that is not named; None where several may be named, and one must.
+    """
     add = parser.add_argument
     add("--target", default="smollm2", help="a configs/target name, a folder or a hub id[@revision] (%(default)s)")
-    add("--drafter", "--adapter", dest="drafter", metavar="D",
-        help=f"a checkpoint folder, a run folder (its best step) or .safetensors; omitted: {omitted}")  # fmt: skip
+    kinds = "a checkpoint folder, a run folder (its best step) or .safetensors"
+    if omitted:
+        add("--drafter", "--adapter", dest="drafter", metavar="D", help=f"{kinds}; omitted: {omitted}")
+    else:
+        add("--drafter", "--adapter", dest="drafters", nargs="+", required=True, metavar="D", help=f"each {kinds}")
     add("--allow-target-mismatch", action="store_true", help="use a drafter made for another target; recorded")
     add("--alpha", type=float, metavar="A", help="of an adapter that does not say its own (16 times its rank)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="compute dtype (the device's own)")

@@ -3,7 +3,7 @@
     python scripts/synthesize.py --target smollm2 --prompts questions.jsonl --limit 2000 --out runs/synthesis/mine
     python scripts/synthesize.py --prompts configs/data/general.yaml --count 4000 --temperature 0,0.7 --minutes 8
     python scripts/synthesize.py --target MY/MODEL --self-prompts 20000 --turns 2 --out runs/synthesis/mine
-    python scripts/synthesize.py --self-prompts 9000 --user-begins "" --user-begins "Write a Python function" --out …
+    python scripts/synthesize.py --self-prompts 9000 --user-begins "" --user-begins "Write a Python function"
 
 Prompts come from JSONL (`turns`, of which the first is asked, `prompt` or `question`), .txt (one a line), .yaml
 templates, a dataset (hf:NAME[:SPLIT[:COLUMN[:SUBSET]]]), or from the target itself. The chat template is applied. The

@@ -284,7 +284,12 @@ class Session:
             "config_digest": configuration.digest(self.config),
             "data": [*self.corpus.train.sources, {"name": "packed rows", "sha256": self.corpus.train.sha256}],
             "argv": self.argv,
-            "extra": {"step": step, "ranks": self.job.size, "row_tokens": self.config.data.row_tokens}
+            "extra": {
+                "step": step,
+                "ranks": self.job.size,
+                "row_tokens": self.config.data.row_tokens,
+                "answer_tokens": self.corpus.train.counts["answer_tokens"],
+            }
             | {**self.warm_start, **(figures or {})},
         }
         checkpoint.save_step(self.run, step, self.drafter, loop.state(), {"best": self.best}, **record)

@@ -5,22 +5,14 @@ import sys
 
 from kernels.errors import UserError
 from measuring import SIZES, UNRECORDED, place
-from opening import BLOCK, identity_card, prepare, progress, several, show_card, unsigned, whole
+from opening import BLOCK, add_models, identity_card, prepare, progress, several, show_card, unsigned, whole
 
 
 def add_options(parser, smoke=False):
     """walk's options."""
+    add_models(parser)
     add = parser.add_argument
-    add("--target", default="smollm2", help="a configs/target name, a folder or a hub id[@revision] (%(default)s)")
-    add("--drafter", "--adapter", dest="drafters", nargs="+", required=True, metavar="D",
-        help="checkpoint folders, run folders (their best step) or .safetensors; the first is what others are held "
-        "against")  # fmt: skip
-    add("--allow-target-mismatch", action="store_true", help="use a drafter made for another target; recorded")
-    add("--alpha", type=float, metavar="A", help="of an adapter that does not say its own (16 times its rank)")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), help="compute dtype (the device's own)")
-    add("--raw", action="store_true", help="feed prompts without the chat template")
     add("--prompts", nargs="+", default=["suite"], metavar="P", help="shipped sets' names, or JSON Lines (suite)")
-    add("--limit", type=whole(1), metavar="N", help="take N prompts of each set, spread evenly over it (all)")
     add("--block-sizes", type=several(2, BLOCK), default=SIZES, metavar="B,…",
         help=f"as far as each drafter was trained ({','.join(map(str, SIZES))})")  # fmt: skip
     add(
@@ -48,17 +40,19 @@ def run(options, argv):
     out = place(options)
     prepare()
     from decode.lab import experiment, report, walked
-    from drafter import manifest
+    from drafter import checkpoint, manifest
     from drafter import target as targets
 
+    for path in options.drafters:  # before a target is loaded
+        checkpoint.resolve(path)
     target = targets.load(options.target, dtype=options.dtype)
     drafters, identities = open_several(target, options)
     asked = {name: value for name, value in vars(options).items() if name not in UNRECORDED}
     asked |= {"prompts": [one.identity() for one in chosen], "raw_reason": target.raw_reason(options.raw)}
     header = experiment.header("walk", argv, asked, target, None) | {"drafters": identities}
     lines = {"prompts": ", ".join(f"{len(one.prompts)} of {one.total} of {one.name}" for one in chosen)}
-    shown = {"drafters": ", ".join(one["name"] for one in identities)}
-    show_card(identity_card(target, identities[0]) | shown | lines, sys.stdout)
+    lines |= {"drafter": ", ".join(f"{one['name']} {one['sha256'][:16]}…" for one in identities)}
+    show_card(identity_card(target, identities[0]) | lines, sys.stdout)
     encoded = [
         walked.Asked(one.name, prompt.id, tuple(prompt.tokens))
         for one in chosen

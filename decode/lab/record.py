@@ -118,6 +118,7 @@ def read(path):
     if missing:
         raise UserError(f"{path} lacks {', '.join(missing)}; it is cut short or not a result file")
     wrong = fault(result, shape, "") or ("rows" in shape and inconsistency(result))
+    wrong = wrong or ("walks" in shape and walks_fault(result))
     if wrong:
         raise UserError(f"{path}: {wrong}; it was edited or damaged: take the file as it was written")
     return result
@@ -174,6 +175,17 @@ def inconsistency(result):
     checks = [(row_fault, "rows"), (census_fault, "census"), (class_fault, "divergences")]
     found = (check(*one) for check, name in checks for one in numbered(result.get(name) or [], name))
     return next((words for words in found if words), None) or criteria_fault(result)
+
+
+def walks_fault(result):
+    """What in a result of walks contradicts itself, in words, or None."""
+    names = {one["name"] for one in result["drafters"]}
+    for where, one in numbered(result["walks"], "walks"):
+        if one["drafter"] not in names:
+            return f"{where}.drafter is {one['drafter']}; expected one of {', '.join(names) or 'none'}"
+        if not one["committed_per_cycle"] or min(one["committed_per_cycle"]) < 1:
+            return f"{where}.committed_per_cycle is {show(one['committed_per_cycle'])}; every cycle commits a token"
+    return None if result["walks"] else "it holds no walk"
 
 
 def numbered(records, name):

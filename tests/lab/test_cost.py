@@ -91,8 +91,16 @@ def test_a_rollback_keeps_three_rows_of_each_cycle(target, monkeypatch):
         return found
 
     monkeypatch.setattr(cost, "chain", watched)
-    result = cost.rollback(target, CONTEXT, 5, 2)
+    cost.rollback(target, CONTEXT, 5, 2)
     assert ends == {n: [CONTEXT + cost.CHAIN * each] * 3 for n, each in ((cost.KEPT, cost.KEPT), (5, 5), (None, 5))}
-    assert result["share"] == pytest.approx(result["cycle_ms"] / result["cycle_keeping_all_ms"] - 1, abs=0.5)
-    low, high = result["recorded_spread"]
-    assert low <= result["recorded"] <= high
+
+
+def test_a_rollbacks_share_is_the_median_over_neighbouring_runs(target, monkeypatch):
+    """The first run of each kind compiles, and counts for nothing."""
+    runs = {cost.KEPT: [99, 3.3, 6.0, 4.4], 5: [99, 3.0, 5.0, 4.0], None: [99, 2.0, 4.0, 2.0]}
+    left = {n: iter(samples) for n, samples in runs.items()}
+    monkeypatch.setattr(cost, "chain", lambda arm, rows, n: next(left[n]))
+    result = cost.rollback(target, CONTEXT, 5, 3)
+    assert (result["cycle_ms"], result["cycle_keeping_all_ms"], result["cycle_free_ms"]) == (4.4, 4.0, 2.0)
+    assert result["share"] == pytest.approx(0.1) and result["recorded"] == pytest.approx(0.65)
+    assert result["share_spread"] == pytest.approx([0.1, 0.2]) and result["context"] == CONTEXT

@@ -83,6 +83,27 @@ def test_drafters_walk_the_same_texts_each_as_far_as_it_was_trained(command, tar
     assert command("report", out, "--out", tmp_path / "tables")[1]["changed"] == {str(out): ["the findings"]}
 
 
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda result: result["walks"][0].update(committed_per_cycle=[]), "walks[0].committed_per_cycle is []"),
+        (lambda result: result["walks"][1].update(committed_per_cycle=[2, 0]), "every cycle commits a token"),
+        (lambda result: result["walks"][1].update(drafter="who"), "walks[1].drafter is who; expected one of narrow"),
+        (lambda result: result.update(walks=[]), "it holds no walk"),
+        (lambda result: result["walks"][0].pop("loop_fraction"), "loop_fraction"),
+    ],
+)
+def test_a_damaged_result_is_refused_in_one_line(command, target, drafters, sets, tmp_path, damage, words):
+    out = tmp_path / "walk.json"
+    asked = ["--target", target, "--drafter", drafters[1], "--prompts", sets[0], "--smoke", "--limit", 2, "--out", out]
+    assert command("walk", *asked)[0] == 0
+    result = json.loads(out.read_text())
+    damage(result)
+    out.write_text(json.dumps(result))
+    code, closing, *_ = command("report", out, "--out", tmp_path / "tables")
+    assert code == 2 and words in closing["error"]
+
+
 def test_samples_are_walked_where_they_are_asked_for(command, target, drafters, sets, tmp_path):
     asked = ["--target", target, "--drafter", drafters[1], "--prompts", sets[0], "--max-tokens", CAP]
     found = []
@@ -114,6 +135,7 @@ def test_two_drafters_of_one_name_are_numbered(command, target, drafters, sets, 
         (["--block-sizes", "1"], "a block is the pending token"),
         (["--max-tokens", "1"], "at least 2"),
         (["--temperature", "-1"], "expected a temperature"),
+        (["--drafter", "no/such/drafter"], "no/such/drafter: not found"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(command, target, drafters, words, told):
