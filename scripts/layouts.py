@@ -42,7 +42,7 @@ def run(options, argv):
     refuse_unwritable(out)
     os.environ.setdefault("MLX_CUDA_USE_CUDNN_SDPA", "0")  # as in training
     prepare()
-    from decode.lab import experiment
+    from decode.lab import experiment, report
     from decode.lab import layouts as compared
     from drafter import losses, manifest
 
@@ -60,7 +60,5 @@ def run(options, argv):
     found = compared.measure(arms, options.rounds, progress)
     out.parent.mkdir(parents=True, exist_ok=True)
     manifest.write_json(out, header | {"layouts": found})
-    for name, one in found.items():
-        print(f"{name:<10} {one['supervised_rows']} rows in {one['step_seconds']:.3f} s: {one['rows_per_second']:.1f} "
-              f"rows/s, {one['over_suffix']:.2f}×, peak {one['peak_bytes'] / 2**30:.2f} GiB")  # fmt: skip
+    print(report.text(header | {"layouts": found}), flush=True)
     return {"status": "done", "out": str(out), "over_suffix": {name: one["over_suffix"] for name, one in found.items()}}

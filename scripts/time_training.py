@@ -24,7 +24,7 @@ def main(argv):
     out = options.out or default_out("training_cost", options.target)
     refuse_unwritable(out)
     prepare()
-    from decode.lab import experiment
+    from decode.lab import experiment, report
     from decode.lab import training_cost as costs
     from drafter import config, manifest
     from drafter import target as targets
@@ -40,7 +40,7 @@ def main(argv):
     found = costs.measure(setup, shape, options.arms, options.steps, options.rounds, options.warmup, say)
     out.parent.mkdir(parents=True, exist_ok=True)
     manifest.write_json(out, header | {"training_cost": found})
-    print(table(found), flush=True)
+    print(report.text(header | {"training_cost": found}), flush=True)
     return closing(found, out)
 
 
@@ -78,23 +78,6 @@ def arm_names(text):
             f"found {text!r}; expected different names of {', '.join(ARMS)}, one of foredraft's among them"
         )
     return names
-
-
-def table(found):
-    """The arms' figures and the parts' as lines of text."""
-    lines = [
-        f"{'arm':<20} {'ms/step':>9} {'tokens/s':>11} {'block tok/s':>12} {'slots/s':>11} {'util':>6} {'first s':>8}"
-    ]
-    for name, row in found["arms"].items():
-        lines.append(
-            f"{name:<20} {row['step_ms']:9.2f} {row['tokens_s']:11,.0f} {row['block_tokens_s']:12,.0f} "
-            f"{row['supervised_slots_s']:11,.0f} {row['utilisation']:6.1%} {row['first_step_s']:8.1f}"
-        )
-    parts = ", ".join(f"{name} {ms:.2f}" for name, ms in found["parts_ms"].items())
-    flop = ", ".join(f"{name} {count / 1e9:,.1f}" for name, count in found["flop_per_step"].items())
-    lines += [f"parts, ms     {parts}", f"GFLOP a step  {flop}"]
-    lines += [f"not compared  {found['not_compared']}"] if found["not_compared"] else []
-    return "\n".join(lines)
 
 
 def closing(found, out):

@@ -15,6 +15,7 @@ import numpy as np
 from drafter import gated_lora, gated_objective, trainer
 from drafter.config import AdapterConfig, OptimizerConfig
 
+HEADER = "layout", "blocks a window", "rows", "s a step", "rows/s", "over suffix", "peak GiB"
 WARMUP = 2
 STEPS = 1_000_000  # of the schedule, whose rate the clock does not see
 
@@ -103,3 +104,14 @@ def summary(arm, samples):
         "rows_per_second": arm.rows / middle,
         "peak_bytes": max(peaks),
     }
+
+
+def tables(found):
+    """What a report shows of `measure`'s result: [(title, header, rows of text, notes)]."""
+    rows = [
+        [name, str(one["blocks"]), str(one["supervised_rows"]), f"{one['step_seconds']:.3f}",
+         f"{one['rows_per_second']:,.1f}", f"{one['over_suffix']:.2f}", f"{one['peak_bytes'] / 2**30:.2f}"]
+        for name, one in found.items()
+    ]  # fmt: skip
+    note = "rows/s: supervised noise rows, of which a gated LoRA learns; the same windows in all, steps in turns"
+    return [("layouts of a training step", HEADER, rows, [note])]

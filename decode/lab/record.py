@@ -95,7 +95,22 @@ TIMED = {"ms": float, "host_ms": float, "pipelined_ms": float, "spread_ms": [flo
 WIDTHS = ({"foredraft": {"1": TIMED}}, Each(Each(TIMED)))
 COST = {"cost": {"context": int, "widths": WIDTHS, "contexts": Maybe(Each(Each(TIMED)))}}  # for MEASURED
 WALKED = {"drafters": [{"name": str}], "walks": [WALK]}  # for MEASURED
-INSTEAD = {"cost": COST, "walk": WALKED}
+RATES = ("step_ms", "utilisation", "first_step_s", "tokens_s", "block_tokens_s", "supervised_slots_s")
+STEPS = {
+    "arms": Each(dict.fromkeys(RATES, float)),
+    "best": str,
+    "over_best": Each({"median": float}),
+    "parts_ms": Each(float),
+    "flop_per_step": Each(float),
+}
+SHARES = ("step_seconds", "rows_per_second", "over_suffix", "peak_bytes")
+LAYOUT = {"blocks": int, "supervised_rows": int} | dict.fromkeys(SHARES, float)
+INSTEAD = {
+    "cost": COST,
+    "walk": WALKED,
+    "training_cost": {"training_cost": STEPS},
+    "layouts": {"layouts": Each(LAYOUT)},
+}
 HEAD = {"command": str, "config": dict, "target": {"source": str, "dtype": str}, "provenance": {"created": str}}
 DAMAGE = (ValueError, OSError, EOFError, RecursionError)  # what reading something else can raise
 SAME = ("command", "config", "target", "drafter", "criteria", "source code", "device")

@@ -13,6 +13,7 @@ from decode.lab import (
     factors,
     figures,
     forecast,
+    layouts,
     lengths,
     page,
     plots,
@@ -21,6 +22,7 @@ from decode.lab import (
     shown,
     staging,
     tables,
+    training_cost,
     transfer,
     walked,
 )
@@ -37,6 +39,7 @@ EVALUATIONS = {
     "transfer": transfer,
     "walk": walked,
 }  # by command: what else its rows say, and the tables of that
+MEASUREMENTS = {"layouts": layouts, "training_cost": training_cost}  # by command: the tables of what it timed
 TOLERANCE = 1e-9  # relative; the same sums in the same order, but JSON read back on another machine
 PAGE = "report.html"
 
@@ -72,12 +75,15 @@ def findings(result):
 
 def every_table(result, arms=None):
     """All tables of a result, those of its own evaluation last: [(title, header, rows of text, notes)]."""
-    if result["command"] == "cost":
+    command = result["command"]
+    if command == "cost":
         model = result["cost"].get("model")
         own = forecast.cost_tables(model) if model else []
+    elif command in MEASUREMENTS:
+        own = MEASUREMENTS[command].tables(result[command])
     else:
         found = findings(result)
-        own = EVALUATIONS[result["command"]].tables(found) if found else []
+        own = EVALUATIONS[command].tables(found) if found else []
     own = [(title, header, rows, [f"{line}." for line in notes]) for title, header, rows, notes in own]
     return tables.of(result, arms) + tables.with_rows(own)
 

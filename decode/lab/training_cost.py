@@ -20,6 +20,8 @@ from drafter import anchors, config, dflash, losses, objective, pieces, trainer
 from kernels import backend
 
 DOCUMENTS = 2  # of a row, of equal length (assumed: about what packing gives)
+RATES = "tokens_s", "block_tokens_s", "supervised_slots_s"
+HEADER = "arm", "ms a step", "tokens/s", "block tokens/s", "slots/s", "utilisation", "over best", "first step s"
 PEAK_SIZE = {"gpu": 8192, "cpu": 1024}  # rows of the square product that utilisation is a share of
 
 
@@ -329,3 +331,22 @@ def rates(seconds, setup, shape, slots, flop, top):
     counts = {"tokens": shape.rows * shape.row_tokens, "block_tokens": block_tokens, "supervised_slots": slots}
     per_second = {f"{name}_s": count / seconds for name, count in counts.items()}
     return {"steps_s": 1 / seconds, **per_second, "utilisation": flop / seconds / top}
+
+
+def tables(found):
+    """What a report shows of `measure`'s result: [(title, header, rows of text, notes)]."""
+    over = {found["best"]: 1.0} | {name: ratio["median"] for name, ratio in found["over_best"].items()}
+    rows = [
+        [name, f"{row['step_ms']:.2f}", *(f"{row[rate]:,.0f}" for rate in RATES), f"{row['utilisation']:.1%}",
+         f"{over[name]:.2f}", f"{row['first_step_s']:.1f}"]
+        for name, row in found["arms"].items()
+    ]  # fmt: skip
+    parts = ", ".join(f"{name} {ms:.2f}" for name, ms in found["parts_ms"].items())
+    work = ", ".join(f"{name} {count / 1e9:,.1f}" for name, count in found["flop_per_step"].items())
+    notes = [
+        f"parts of an uncompiled step, each made alone, ms: {parts}",
+        f"GFLOP a step: {work}",
+        f"over best: an arm's seconds ÷ those of {found['best']}, medians over rounds in turns; above 1 it is slower",
+    ]
+    notes += [f"not compared: {found['not_compared']}"] if found["not_compared"] else []
+    return [("a training step", HEADER, rows, notes)]

@@ -150,3 +150,12 @@ def test_a_folder_gives_its_results_and_passes_over_other_json(result, tmp_path)
         record.find([tmp_path])
     with pytest.raises(UserError, match="not found"):
         record.find([tmp_path / "c.json"])
+
+
+def test_every_committed_result_rebuilds_to_what_it_says(tmp_path):
+    """What the README quotes comes from these: each is whole, and its figures are what its rows give."""
+    results = record.find([manifest.ROOT / "runs" / "benchmarks"])
+    assert len(results) > 5
+    told = report.write(results, tmp_path)
+    assert {path.name: names for path, (_, names) in told.items() if names} == {}
+    assert all(text.strip() for text, _ in told.values())

@@ -12,6 +12,7 @@ import time_training
 from mlx.utils import tree_flatten
 
 import decode.lab
+from decode.lab import record, report
 from decode.lab import training_cost as costs
 from drafter import config, shapes
 
@@ -88,7 +89,8 @@ def test_without_pytorch_the_result_says_why(setup, monkeypatch):
     assert list(found["arms"]) == ["foredraft"]
     assert "PyTorch cannot be imported" in found["not_compared"]
     assert found["over_best"] == {}
-    assert "not compared" in time_training.table(found)
+    ((_, header, rows, notes),) = costs.tables(found)
+    assert [len(row) for row in rows] == [len(header)] and "not compared: PyTorch cannot" in notes[-1]
 
 
 def test_flop_are_those_of_the_products(setup):
@@ -158,7 +160,8 @@ def test_the_command_writes_a_result_and_closes_with_its_figures(tmp_path, monke
     share = sum(found["flop_per_step"].values()) / seconds / found["peak_flop_s"]
     assert found["arms"]["foredraft"]["utilisation"] == pytest.approx(share)
     assert set(found["parts_ms"]) == {"target", "forward", "loss", "backward", "update"}
-    assert "ms/step" in capsys.readouterr().out
+    assert "ms a step" in capsys.readouterr().out
+    assert report.text(record.read(tmp_path / "cost.json")).count("foredraft") == 2  # its row, and in a note
 
 
 @pytest.mark.parametrize("text", ["torch", "foredraft,foredraft", "foredraft,jax"])

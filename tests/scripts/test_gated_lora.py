@@ -199,3 +199,5 @@ def test_layouts_are_measured_on_the_same_windows(command, folders, tmp_path):
     assert found["suffix"]["over_suffix"] == 1
     for one in found.values():
         assert one["rows_per_second"] == pytest.approx(one["supervised_rows"] / one["step_seconds"])
+    code, again, shown = command(spec_decode.main, ["report", out, "--out", tmp_path / "tables"])
+    assert code == 0 and again["changed"] == {} and "prefix-8" in shown

@@ -160,7 +160,7 @@ def test_a_run_writes_its_files_and_closes_with_its_best(command, arguments, tmp
 
     assert manifests.verify(run).kind == "run"
     record = manifests.verify(run / "step-6")
-    assert (record.kind, record.extra["step"], record.argv) == ("checkpoint", 6, arguments())
+    assert (record.kind, record.extra["step"], record.argv) == ("checkpoint", 6, manifests.unplaced(arguments()))
     assert record.data[0] == {"name": "text.txt", "sha256": manifests.sha256_file(pathlib.Path(arguments_text(run)))}
     assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["steps"] == STEPS
     loaded = checkpoint.load_drafter(run, targets.load(str(target)))
@@ -219,7 +219,7 @@ def test_features_are_stored_once_for_all_runs_of_a_name_and_trained_from(comman
     assert f"{rows} rows are read, 0 computed" in card
     folder = tmp_path / "runs" / "small" / "features"
     record, before = manifests.verify(folder), (folder / "shard-00000.safetensors").stat().st_mtime_ns
-    assert (record.kind, record.argv) == ("features", arguments(**small))
+    assert (record.kind, record.argv) == ("features", manifests.unplaced(arguments(**small)))
     code, _, card, _ = command(arguments(run="two", **small))
     assert code == 0
     assert "0 bytes to write" in card
