@@ -9,7 +9,6 @@ from opening import (
     default_out,
     identity_card,
     open_target,
-    prepare,
     progress,
     refuse_unwritable,
     several,
@@ -41,7 +40,6 @@ def run(options, argv):
     out = options.out or default_out("layouts", options.target)
     refuse_unwritable(out)
     os.environ.setdefault("MLX_CUDA_USE_CUDNN_SDPA", "0")  # as in training
-    prepare()
     from decode.lab import experiment, report
     from decode.lab import layouts as compared
     from drafter import losses, manifest

@@ -117,7 +117,6 @@ def open_models(options, control=None):
 
     control: {block_size, seed, kind} of the untrained drafter to draw where none was named; None for no drafter then.
     """
-    prepare()
     from decode.lab import arms
     from drafter import checkpoint
     from drafter import target as targets
@@ -141,7 +140,7 @@ def open_target(options):
 
 
 def prepare():
-    """Ready this process for MLX: on a Linux CPU a BLAS must be in place before it loads."""
+    """Ready this process for MLX: on a Linux CPU a BLAS must be in place before it is imported by anything."""
     from kernels import backend
 
     backend.load()

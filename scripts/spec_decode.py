@@ -58,6 +58,7 @@ GUARD = "tokens whose top two logits are within ULPS of each other are decided b
 def main(argv):
     """Run one subcommand; returns its closing figures."""
     options = build_parser(smoke="--smoke" in argv).parse_args(argv)
+    prepare()  # first: some commands would import MLX before they open anything
     own = {"generate": generate, "ksweep": ksweep, "ties": ties, "cost": cost, "report": report}
     own |= {"walk": walking.run, "layouts": layouts.run}
     return (own | {name: run for name, (_, run) in evaluate.COMMANDS.items()})[options.command](options, argv)
@@ -247,7 +248,6 @@ def cost(options, argv):
     """Time a target's plain steps, verifies, prefills and rollback, mlx-lm's own beside them."""
     out = options.out or default_out("cost", options.target)
     refuse_unwritable(out)
-    prepare()
     from decode.lab import cost as costs
     from decode.lab import experiment
     from drafter import manifest
@@ -316,7 +316,6 @@ def fitted(target, drafter, options, found, survival):
 
 def report(options, argv):
     """Rebuild the tables and plots of result files from their rows, and check the stored figures against them."""
-    prepare()
     from decode.lab import plots, record
     from decode.lab import report as reports
 

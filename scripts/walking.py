@@ -5,7 +5,7 @@ import sys
 
 from kernels.errors import UserError
 from measuring import SIZES, UNRECORDED, place
-from opening import BLOCK, add_models, identity_card, prepare, progress, several, show_card, unsigned, whole
+from opening import BLOCK, add_models, identity_card, progress, several, show_card, unsigned, whole
 
 
 def add_options(parser, smoke=False):
@@ -38,7 +38,6 @@ def run(options, argv):
     if len({one.name for one in chosen}) < len(chosen):
         raise UserError(f"--prompts {' '.join(options.prompts)}: a set is named twice; name each once")
     out = place(options)
-    prepare()
     from decode.lab import experiment, report, walked
     from drafter import checkpoint, manifest
     from drafter import target as targets

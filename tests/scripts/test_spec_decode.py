@@ -5,11 +5,15 @@ import functools
 import hashlib
 import io
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import spec_decode
 
+import edge
 import evaluate
 import measuring
 import opening
@@ -390,3 +394,36 @@ def test_cost_refuses_a_shape_that_is_not_known(command, tmp_path):
     code, closing, _, err = command("cost", "--target", "shape:giant", "--out", tmp_path / "cost.json")
     assert code == 2 and closing["status"] == "refused"
     assert "expected one of shape:qwen3_5_4b" in err and "Traceback" not in err
+
+
+BEFORE_MLX = """
+import sys
+import pytest, spec_decode
+from kernels import backend
+
+class Asked(Exception):
+    pass
+
+def load():
+    raise Asked("mlx.core" in sys.modules)
+
+backend.load = load
+for words in sys.argv[1:]:
+    with pytest.raises(Asked) as asked:
+        spec_decode.main(words.split())
+    assert asked.value.args == (False,), words
+"""
+
+
+def test_every_command_asks_for_a_blas_before_mlx_is_imported(asked):
+    """Afterwards it would be too late, and a CPU's products thirty times slower."""
+    more = {"transfer": "--variants no/folder", "decompose": "--variant no/folder", "report": "no.json --out no"}
+    more |= {"walk": "--drafter no/folder", "generate": f"--prompts {asked}", "cost": "", "layouts": ""}
+    names = spec_decode.build_parser()._subparsers._group_actions[0].choices
+    lines = [f"{name} {more.get(name, f'--prompts {asked}')}" for name in names]
+    folders = [str(edge.ROOT), str(edge.ROOT / "scripts")]
+    done = subprocess.run(
+        [sys.executable, "-c", BEFORE_MLX, *lines],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]

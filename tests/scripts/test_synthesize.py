@@ -58,7 +58,7 @@ def test_a_run_prints_its_card_and_closes_with_its_counts(command, target, promp
     for fact in (record.target["fingerprint"][:16], "cpu", "6 of 6", f"up to {CAP} tokens", str(out), "chat template"):
         assert fact in card
     assert "tok/s" in progress
-    assert record.argv[:2] == ["--target", str(target)]
+    assert record.argv[:2] == ["--target", f"…/{target.name}"]
     assert record.data == [{"name": "words.txt", "sha256": manifests.sha256_file(prompts)}]
 
 
