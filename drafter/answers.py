@@ -12,7 +12,7 @@ import dataclasses
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, GenerationBatch, StopSequences
 
-from drafter import rng
+from drafter import batched, rng
 from kernels.errors import UserError
 
 IDLE_SHARE = 8  # R/8 rows may idle before the batch is packed anew (assumed: half of that is lost, 6 % of the work)
@@ -46,23 +46,23 @@ class Draw:
         """Token ids [R] from logits or log-probabilities [R, V]: the first of an answer."""
         if self.temperature == 0:
             return mx.argmax(logits, axis=-1)
-        return draw_tokens(logits, mx.array([[self.temperature]]), mx.array([self.key], mx.uint32))
+        return draw_tokens(logits, (mx.array([0]), mx.array([[self.temperature]]), mx.array([self.key], mx.uint32)))
 
 
 GREEDY = Draw()  # one object for all greedy rows: mlx-lm calls a sampler that rows share once
 
 
-def draw_tokens(logits, temperatures, keys):
-    """Token ids [R] from logits [R, V], each row by its own key.
+def draw_tokens(logits, sampled=None):
+    """Token ids [R] from logits [R, V]: S of them sampled, each by its own key, the others the most probable.
 
-    temperatures [R, 1], 0 for greedy rows, or None when every row is greedy; keys [R, 2] uint32.
+    sampled: (rows [S], their temperatures [S, 1] above 0, their keys [S, 2] uint32), or None when every row is greedy.
     Sampling is in float32: bfloat16 noise has too few values to draw from 49,000 tokens by.
     """
-    greedy = mx.argmax(logits, axis=-1)
-    if temperatures is None:
-        return greedy
-    scaled = logits.astype(mx.float32) / mx.maximum(temperatures, 1e-6)
-    return mx.where(temperatures[:, 0] > 0, mx.vmap(categorical)(scaled, keys), greedy)
+    tokens = mx.argmax(logits, axis=-1)
+    if sampled is not None:
+        rows, temperatures, keys = sampled
+        tokens[rows] = mx.vmap(categorical)(logits[rows].astype(mx.float32) / temperatures, keys)
+    return tokens
 
 
 def categorical(logits, key):
@@ -73,17 +73,19 @@ def categorical(logits, key):
 class AnswerBatch(GenerationBatch):
     """mlx-lm's generation batch without the work that synthesis has no use for.
 
-    Upstream splits every step's log-probabilities into R arrays (measured on a CPU: 20 ms a step at R = 1024), samples
-    row by row when samplers differ, and copies every cache whenever one row finishes.
-    Here a step takes the argmax of the raw logits or samples all rows in one call, and finished rows idle until R/8
-    of them can be dropped together. `next` reports finished rows only: (uid, answer tokens, finish).
+    Upstream splits every step's log-probabilities into R arrays (measured on a CPU: 20 ms a step at R = 1024),
+    samples row by row when samplers differ, and copies every cache whenever one row finishes. Here a step takes the
+    argmax of the raw logits or samples rows in one call, attention takes together the heads that share keys, and
+    finished rows idle until R/8 of them can be dropped together. `next` reports finished rows only: (uid, answer
+    tokens, finish).
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.answers = [[] for _ in self.uids]
         self.finished = [False] * len(self.uids)
-        self.temperatures = self.keys = None
+        self.sampled = self.temperatures = self.keys = None
+        self.attention = batched.attention_modules(self.model)
 
     @property
     def live(self):
@@ -103,23 +105,27 @@ class AnswerBatch(GenerationBatch):
         self._forget()
 
     def _forget(self):
-        """Drop what upstream keeps for its responses; renew the rows' temperatures [R, 1] and keys [R, 2]."""
+        """Drop what upstream keeps for its responses; renew which rows are sampled, at what temperature and key."""
         self._current_logprobs, self._next_logprobs = [], [None] * len(self.uids)
-        values = [draw.temperature for draw in self.samplers]
-        self.temperatures = mx.array(values)[:, None] if any(values) else None
-        self.keys = mx.array([draw.key for draw in self.samplers], mx.uint32)
+        draws = {row: draw for row, draw in enumerate(self.samplers) if draw.temperature}
+        self.sampled = list(draws)
+        if draws:
+            self.temperatures = mx.array([[draw.temperature] for draw in draws.values()])
+            self.keys = mx.array([draw.key for draw in draws.values()], mx.uint32)
 
-    def _next_keys(self):
-        """The keys of the tokens this step draws: a row's own, plus how many tokens it has (they may wrap around)."""
-        places = mx.array([[0, len(answer) + 1] for answer in self.answers], mx.uint32)
-        return self.keys + places
+    def _draws(self):
+        """What `draw_tokens` samples in this step: keys are a row's own plus its number of tokens (they may wrap)."""
+        if not self.sampled:
+            return None
+        places = mx.array([[0, len(self.answers[row]) + 1] for row in self.sampled], mx.uint32)
+        return mx.array(self.sampled), self.temperatures, self.keys + places
 
     def _step(self):
         """Start the next step and return the tokens of this one."""
         self._current_tokens = self._next_tokens
-        logits = self.model(self._current_tokens[:, None], cache=self.prompt_cache)[:, -1]
-        keys = None if self.temperatures is None else self._next_keys()
-        self._next_tokens = draw_tokens(logits, self.temperatures, keys)
+        with batched.grouped(self.attention):
+            logits = self.model(self._current_tokens[:, None], cache=batched.lend(self.prompt_cache))[:, -1]
+        self._next_tokens = draw_tokens(logits, self._draws())
         mx.async_eval(self._next_tokens)
         return self._current_tokens.tolist()
 

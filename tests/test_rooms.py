@@ -17,7 +17,7 @@ ROOMS = {
         small_matmul selfcheck""",
     "drafter": """losses limits config rng ranks manifest anchors fingerprint gguf sources watch recurrent_cache
         cpu_layers hybrid packed layers steps trial target shapes heads dflash drafting shared_prefix
-        gated_lora formats documents corpus overlap prompts answers sanity questions conversations journal
+        gated_lora formats documents corpus overlap prompts batched answers sanity questions conversations journal
         synthesis features checkpoint release turns objective gated_objective flat trainer pieces recipes
         library ngram scratch appraisal pretrain variants""",
     "decode": "transaction verify proposers schedule cycle stream",

@@ -146,6 +146,29 @@ def attended(q, k, v, length, own_k, own_v, scale, gate, whole=None):
     return out
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("heads", "keys_heads", "W"), [(6, 2, 1), (6, 2, 4), (3, 3, 1), (5, 1, 2)])
+def test_rows_of_many_sequences_average_what_each_of_them_sees(heads, keys_heads, W, dtype):
+    sequences, L = 4, 13
+    generator = np.random.default_rng(11)
+    queries = generator.normal(size=(sequences, heads, W, D))
+    keys, values = generator.normal(size=(2, sequences, keys_heads, L, D))
+    seen = generator.random((sequences, 1, W, L)) < 0.5
+    seen[..., 3] = True
+    expected = np.zeros_like(queries)
+    for sequence, head, row in np.ndindex(sequences, heads, W):
+        shared = head // (heads // keys_heads)
+        there = np.flatnonzero(seen[sequence, 0, row])
+        scores = [SCALE * float(queries[sequence, head, row] @ keys[sequence, shared, key]) for key in there]
+        weights = [math.exp(score - max(scores)) for score in scores]
+        parts = [weight * values[sequence, shared, key] for weight, key in zip(weights, there)]
+        expected[sequence, head, row] = sum(parts) / sum(weights)
+    given = [mx.array(array).astype(dtype) for array in (queries, keys, values)]
+    found = block_attention.attend_sequences(*given, mx.array(seen), SCALE)
+    assert found.dtype == dtype
+    assert np.abs(np.array(found.astype(mx.float32)) - expected).max() < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize(("H", "G", "W", "d", "L", "length"), ROWS)
 def test_verify_rows_see_the_cache_and_their_block_up_to_themselves(H, G, W, d, L, length):
     q, k, v, own_k, own_v, gate = drawn_rows(H, G, W, d, L, mx.bfloat16)
