@@ -14,7 +14,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from decode.transaction import Transaction
-from drafter import hybrid, recurrent_cache, shapes
+from drafter import hybrid, recurrent_cache, shapes, trial
+from kernels import selfcheck
 
 PIECE = 2048  # prompt rows of one forward, as mlx-lm feeds them
 CHAIN = 10  # units of a pipelined measurement
@@ -296,7 +297,10 @@ def measure(target, sizes, contexts, prompts, rounds, cycles, save):
 
     sizes     widths W of verifies       contexts  rows before them: the first is the table's, at the others the widest
     prompts   lengths of prefills        rounds    timed units of each        cycles  of the memory run
+    The kernels of a shape, which was never loaded, are chosen here as loading chooses those of a target.
     """
+    selfcheck.ensure(selfcheck.dims_of(target.model))
+    trial.ensure(target)
     context, result = contexts[0], {"weights_bytes": shapes.weight_bytes(target), "bandwidth": bandwidth()}
     result["floor_ms"] = result["weights_bytes"] / result["bandwidth"] * 1e3
     arms = Ours(target), Stock(target)

@@ -61,6 +61,17 @@ def test_the_stock_arm_runs_mlx_lms_own_layers(target, monkeypatch):
     assert not seen
 
 
+def test_kernels_are_chosen_before_anything_is_timed(target, monkeypatch):
+    seen = []
+    monkeypatch.setattr(cost.selfcheck, "ensure", seen.append)
+    monkeypatch.setattr(cost.trial, "ensure", seen.append)
+    monkeypatch.setattr(cost, "bandwidth", lambda: 1 / len(seen))  # the first that is timed
+    monkeypatch.setattr(cost, "widths", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        cost.measure(target, (2,), (CONTEXT,), (8,), 1, 4, lambda result: None)
+    assert seen == [cost.selfcheck.dims_of(target.model), target]
+
+
 def test_every_part_is_measured_and_saved_as_it_comes(target):
     saved = []
     result = cost.measure(target, (2, 5), (7, 11), (13,), 2, 8, lambda found: saved.append(sorted(found)))
