@@ -130,7 +130,10 @@ def add_context(parser, smoke):
     add = parser.add_argument
     add("--lengths", type=several(2), default=(512, 2048), metavar="T,…", help="tokens in view (512,2048)")
     add("--block-sizes", type=several(2, BLOCK), metavar="B,…", help=f"of D's arms ({DRAFTED}, or as D was trained)")
-    add_plan(parser, "context", prompts="library", smoke=smoke, lengths=(24, 96))
+    add(
+        "--prompts", default="library", metavar="P", help="documents: a shipped set's name, or JSON Lines (%(default)s)"
+    )
+    add_plan(parser, "context", prompts=None, smoke=smoke, lengths=(24, 96))
 
 
 def context(options, argv):

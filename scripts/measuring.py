@@ -14,7 +14,7 @@ def opened(options):
     """(the prompt set, where the result goes), both checked before anything is loaded."""
     from decode.lab import prompts
 
-    return prompts.load(options.prompts, options.limit), place(options)
+    return prompts.join(prompts.load_each(options.prompts, options.limit)), place(options)
 
 
 def opened_apart(options):
@@ -22,15 +22,17 @@ def opened_apart(options):
     from decode.lab import prompts
 
     total = options.limit and options.limit + options.calibrate
-    whole = prompts.load(options.prompts, total)
-    if len(whole.prompts) <= options.calibrate or (total and len(whole.prompts) < total):
-        raise UserError(
-            f"{whole.name} holds {whole.total} prompts; --limit {options.limit or 1} and --calibrate "
-            f"{options.calibrate} need as many together: lower one of them, or give --prompts more"
-        )
-    own = prompts.spread(whole.prompts, options.calibrate)
-    rest = tuple(prompt for prompt in whole.prompts if prompt not in own)
-    return dataclasses.replace(whole, prompts=rest), dataclasses.replace(whole, prompts=tuple(own)), place(options)
+    apart = []
+    for whole in prompts.load_each(options.prompts, total):
+        if len(whole.prompts) <= options.calibrate or (total and len(whole.prompts) < total):
+            raise UserError(
+                f"{whole.name} holds {whole.total} prompts; --limit {options.limit or 1} and --calibrate "
+                f"{options.calibrate} need as many together: lower one of them, or give --prompts more"
+            )
+        own = prompts.spread(whole.prompts, options.calibrate)
+        rest = [prompt for prompt in whole.prompts if prompt not in own]
+        apart.append([dataclasses.replace(whole, prompts=tuple(some)) for some in (rest, own)])
+    return *map(prompts.join, zip(*apart)), place(options)
 
 
 def place(options):

@@ -30,7 +30,7 @@ def add_models(parser, omitted=None):
     add("--alpha", type=float, metavar="A", help="of an adapter that does not say its own (16 times its rank)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="compute dtype (the device's own)")
     add("--raw", action="store_true", help="feed prompts without the chat template")
-    add("--limit", type=whole(1), metavar="N", help="take N prompts, spread evenly over the set (all)")
+    add("--limit", type=whole(1), metavar="N", help="take N prompts of a set, spread evenly over it (all)")
 
 
 def add_plan(parser, command, *, prompts="suite", max_tokens=64, smoke=None, **sizes):
@@ -40,7 +40,13 @@ def add_plan(parser, command, *, prompts="suite", max_tokens=64, smoke=None, **s
     """
     add = parser.add_argument
     if prompts:
-        add("--prompts", default=prompts, metavar="P", help="a shipped set's name, or JSON Lines (%(default)s)")
+        add(
+            "--prompts",
+            nargs="+",
+            default=[prompts],
+            metavar="P",
+            help=f"shipped sets' names, or JSON Lines: measured together ({prompts})",
+        )
     add("--max-tokens", type=whole(1), default=max_tokens, metavar="N", help="cap of every answer (%(default)s)")
     add("--repeats", type=whole(1), default=2, metavar="N", help="timed runs of each arm and prompt (%(default)s)")
     add("--warmup", type=whole(0), default=1, metavar="N", help="untimed runs of each arm (%(default)s)")

@@ -34,9 +34,7 @@ def run(options, argv):
     """Walk drafters over the target's own answers to prompt sets: tokens a cycle, by block size."""
     from decode.lab import prompts
 
-    chosen = [prompts.load(source, options.limit) for source in options.prompts]
-    if len({one.name for one in chosen}) < len(chosen):
-        raise UserError(f"--prompts {' '.join(options.prompts)}: a set is named twice; name each once")
+    chosen = prompts.load_each(options.prompts, options.limit)
     out = place(options)
     from decode.lab import experiment, report, walked
     from drafter import checkpoint, manifest

@@ -7,6 +7,7 @@ string); `question_id` and `category` are optional. Shipped sets lie in the fold
 import dataclasses
 import difflib
 import hashlib
+import itertools
 import json
 import pathlib
 
@@ -27,7 +28,7 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class PromptSet:
-    """The prompts to run, with the name and SHA-256 of the whole file and how many prompts it holds."""
+    """The prompts to run, with the name and SHA-256 of the whole file and how many prompts it holds; see `join`."""
 
     name: str
     sha256: str
@@ -71,6 +72,28 @@ def load(source: str, limit: int | None = None) -> PromptSet:
     refuse_duplicates(path, prompts)
     name = path.stem if path.parent == FOLDER else str(source)
     return PromptSet(name, hashlib.sha256(data).hexdigest(), len(prompts), tuple(spread(prompts, limit)))
+
+
+def load_each(sources, limit=None) -> list[PromptSet]:
+    """The sets of several sources, `limit` prompts of each. Raises UserError as `load` does and for one named twice."""
+    sets = [load(source, limit) for source in sources]
+    if len({one.name for one in sets}) < len(sets):
+        raise UserError(f"--prompts {' '.join(sources)}: a set is named twice; name each once")
+    return sets
+
+
+def join(sets) -> PromptSet:
+    """Several sets as one, their prompts in turns, so that no set has an hour of its own; one set as it is.
+
+    A prompt's id is `set:id` and its category its set's name.
+    """
+    if len(sets) == 1:
+        return sets[0]
+    own = [[dataclasses.replace(each, id=f"{one.name}:{each.id}", category=one.name) for each in one.prompts]
+           for one in sets]  # fmt: skip
+    turns = (each for turn in itertools.zip_longest(*own) for each in turn if each)
+    digest = hashlib.sha256("".join(one.sha256 for one in sets).encode()).hexdigest()
+    return PromptSet(" + ".join(one.name for one in sets), digest, sum(one.total for one in sets), tuple(turns))
 
 
 def find(source):

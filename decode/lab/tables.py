@@ -13,6 +13,10 @@ SPEED_HEADER = (
     "arm", "tok/s", "speedup", "[95 %]", "loop-free", "[95 %]", "τ pooled", "τ mean", "tok/fwd", "accept", "draft",
     "verify", "commit", "other", "cycle ms", "identical", "= mlx_lm", "tie/width/defect",
 )  # fmt: skip
+CATEGORY_HEADER = (
+    "category", "prompts", "arm", "tok/s", "speedup", "[95 %]", "loop-free", "[95 %]", "τ pooled", "τ mean", "accept",
+    "identical",
+)  # fmt: skip
 SURE_HEADER = (
     "arm", "speedup", "[95 %]", "twin floor", "beyond it", "all arms at once", "mean log-ratio", "[95 %]",
     "detectable", "rows", "of every row", "[95 %]",
@@ -36,7 +40,8 @@ def of(result, arms=None):
         return with_rows([widths(result["cost"]), contexts(result["cost"])])
     if arms is None:  # nothing was timed
         return []
-    found = [speed(result, arms), certainty(result, arms), survival(arms), rules(result, arms), health(result)]
+    found = [speed(result, arms), categories(result), certainty(result, arms), survival(arms), rules(result, arms)]
+    found += [health(result)]
     found += [divergences(result), guards(result, arms), disagreement(result), by_margin(result)]
     return with_rows(found)
 
@@ -101,6 +106,33 @@ def notes(result, arms):
         f"DEFECT: {defects} output(s) differ from plain for a reason that rounding does not explain": defects,
     }
     return [line + "." for line, holds in said.items() if holds]
+
+
+def categories(result):
+    """The main figures by the prompts' category, or their set where there are several: of those with prompts enough."""
+    rows, groups = [], statistics.group(result["rows"], "category")
+    whole = len(groups) == 1 or experiment.parts_of(result["arms"]) != [None]
+    for name, some in () if whole else groups.items():
+        if len({row["prompt"] for row in some}) >= statistics.FEWEST_PROMPTS:
+            arms = statistics.summarise(some, result["arms"], experiment.headline(result))
+            rows += [[name, *category_cells(arm)] for arm in arms if arm["name"] != "mlx_lm"]
+    return "by category", CATEGORY_HEADER, rows, []
+
+
+def category_cells(arm):
+    """One arm's row of the table by category."""
+    tau = arm["tau"] or {}
+    return [
+        str(arm["prompts"]),
+        arm["name"],
+        fixed(arm["tok_s"], 1),
+        *ratio(arm["speedup"]),
+        *ratio(arm["speedup_loop_free"]),
+        fixed(tau.get("pooled"), 2),
+        fixed(tau.get("per_prompt"), 2),
+        fixed(arm["acceptance_rate"], 3),
+        f"{arm['identical']}/{arm['prompts']}",
+    ]
 
 
 def certainty(result, arms):

@@ -49,6 +49,25 @@ def test_limit_spreads_evenly_over_the_file(tmp_path, limit, expected):
     assert "".join(prompt.text for prompt in prompts.load(str(path), limit).prompts) == expected
 
 
+def test_several_sets_are_asked_in_turns_and_name_their_prompts(tmp_path):
+    short = tmp_path / "short.jsonl"
+    short.write_text('{"prompt": "one"}\n{"prompt": "two", "category": "own"}\n')
+    sets = prompts.load_each([str(short), "gsm8k"], limit=3)
+    found = prompts.join(sets)
+    assert [prompt.id for prompt in found.prompts] == [
+        f"{short}:1", "gsm8k:13", f"{short}:2", "gsm8k:40", "gsm8k:66",
+    ]  # fmt: skip
+    assert [prompt.category for prompt in found.prompts] == [str(short), "gsm8k", str(short), "gsm8k", "gsm8k"]
+    assert (found.name, found.total) == (f"{short} + gsm8k", 82)
+    assert found.sha256 not in {one.sha256 for one in sets}
+    assert prompts.join(sets[:1]) == sets[0]
+
+
+def test_a_set_named_twice_is_refused():
+    with pytest.raises(UserError, match="--prompts gsm8k suite gsm8k: a set is named twice"):
+        prompts.load_each(["gsm8k", "suite", "gsm8k"])
+
+
 def test_only_the_first_turn_is_asked_and_the_record_says_so(tmp_path):
     path = tmp_path / "own.jsonl"
     path.write_text('{"question_id": "x7", "category": "c", "turns": ["one", "two", "three"]}\n\n')

@@ -17,6 +17,7 @@ def row(arm, prompt, seconds, accepted=()):
     return {
         "arm": arm,
         "prompt": prompt,
+        "category": "own",
         "repeat": 0,
         "tokens": [1, 2, 3, 4, 5],
         "seconds": seconds,
@@ -75,6 +76,25 @@ def test_the_table_says_what_the_rows_say(result):
 def test_below_ten_prompts_the_table_shows_a_range(result):
     result["rows"] = [one for one in result["rows"] if one["prompt"] in PROMPTS[:9]]
     assert tables.cells(experiment.summarise(result)[2])[3] == "range 2.00–2.00"
+
+
+def test_a_category_of_prompts_enough_has_figures_of_its_own(result):
+    assert tables.categories(result)[2] == []  # there is one only
+    others = [one | {"prompt": f"{one['prompt']}x", "category": "slow"} for one in result["rows"]]
+    for one in others:
+        one["seconds"] *= 1 if one["arm"] == "mlx_lm" else 4
+    few = [one | {"prompt": f"{one['prompt']}y", "category": "few"} for one in result["rows"] if one["prompt"] != "p3"][
+        :27
+    ]
+    result["rows"] += others + few
+    _, header, rows, _ = tables.categories(result)
+    shown = [dict(zip(header, cells, strict=True)) for cells in rows]
+    assert [(each["category"], each["arm"], each["speedup"], each["prompts"]) for each in shown] == [
+        ("own", "plain", "1.000", "11"),
+        ("own", "dflash-3", "2.000", "11"),
+        ("slow", "plain", "0.250", "11"),
+        ("slow", "dflash-3", "0.500", "11"),
+    ]
 
 
 def test_survival_is_a_table_of_the_arms_that_proposed(result):
