@@ -332,6 +332,26 @@ def test_an_unknown_cache_reruns_the_kept_rows_and_says_so_once(model):
     assert fed == [ids(22, 4)[:2].tolist()]  # nothing is re-run when all rows or none stay
 
 
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_pinned_rows_stay_visible_to_rows_that_are_rerun(model, prompt):
+    class Other(RotatingKVCache):
+        """A kind the transaction has never heard of."""
+
+    kinds = (RotatingKVCache, Other, RotatingKVCache)
+    start, tokens = [kind(max_size=WINDOW, keep=4) for kind in kinds], ids(4, 5)
+    one_by_one(model, start, ids(3, prompt))
+    for n in range(6):
+        cache, oracle = copy.deepcopy(start), copy.deepcopy(start)
+        transaction = Transaction(cache, lambda kept, cache=cache: feed(model, cache, kept))
+        with pytest.warns(UserWarning, match="Other"):
+            transaction.begin(5, tokens)
+        feed(model, cache, tokens)
+        transaction.commit(n)
+        one_by_one(model, oracle, tokens[:n])
+        assert_same_caches(cache, oracle, FLOAT32)
+        assert all("make_mask" not in vars(entry) for entry in cache)
+
+
 def test_recurrent_state_is_restored_and_rerun():
     state = ArraysCache(1)
     state[0] = mx.array([1.0])
