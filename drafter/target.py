@@ -20,7 +20,7 @@ from drafter import fingerprint, hybrid, packed, sources, steps, trial
 from drafter.watch import Reached, recording, returning, stopping, watched
 from kernels import backend, selfcheck
 from kernels.blas import cache_folder
-from kernels.errors import UserError
+from kernels.errors import UserError, compiler_fault
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -251,6 +251,8 @@ def load(name, *, dtype=None, revision=None):
     try:
         hidden_size, vocab_size = probe(model, backbone, location)
     except RuntimeError as error:  # MLX's own: an operation that this device does not know in this dtype
+        if fault := compiler_fault(error):
+            raise UserError(f"target {location.source}: {fault}") from error
         reason = " ".join(str(error).split())
         raise UserError(
             f"target {location.source}: MLX cannot run it in {dtype} here ({reason}); choose another dtype"
