@@ -309,13 +309,16 @@ def cast(model, dtype):
 def load_tokenizer(location, config):
     """mlx-lm's wrapped tokenizer, its refusals put in one line."""
     try:
-        return mlx_lm.utils.load_tokenizer(location.folder, eos_token_ids=config.get("eos_token_id"))
+        tokenizer = mlx_lm.utils.load_tokenizer(location.folder, eos_token_ids=config.get("eos_token_id"))
+        if len(tokenizer.get_vocab()) <= len(tokenizer.added_tokens_decoder):  # transformers makes up an empty one
+            raise ValueError("it knows special tokens and no others")
     except Exception as error:  # the tokenizers library raises bare Exceptions
         reason = " ".join(str(error).split())[:300]
         raise UserError(
             f"target {location.source}: its tokenizer cannot be read ({reason}); copy tokenizer.json and"
             f" tokenizer_config.json to {location.folder} again"
         ) from error
+    return tokenizer
 
 
 def find_backbone(model, location):
