@@ -14,6 +14,7 @@ An mx.array is a name for a value that `a[...] = x` moves to another value, for 
 So a snapshot holds a new array of the same value (`copy`): no bytes move unless the original is then written to.
 """
 
+import contextlib
 import copy
 import functools
 import warnings
@@ -68,13 +69,12 @@ class Rewritten(Trimmed):
     def __init__(self, cache):
         super().__init__(cache)
         self.before = snapshot(cache)
-        if cache.keep:
-            cache.make_mask = functools.partial(pinned_mask, cache)
+        pin(cache)
 
     def keep(self, rows, n):
         """Leave the first n of the rows fed."""
         tail = self._tail(rows) if 0 < n < rows else None
-        vars(self.cache).pop("make_mask", None)
+        unpin(self.cache)
         if n == rows:
             return
         restore(self.cache, self.before)
@@ -179,7 +179,8 @@ class Transaction:
             mark.keep(self.rows, 0 if rerun else n)
         self.committed = n
         if rerun and n:
-            self.forward(self.tokens[..., :n])
+            with self._pinned():
+                self.forward(self.tokens[..., :n])
 
     def abort(self):
         """Leave every cache as it was at begin, however far the rows got; does nothing when no transaction is open."""
@@ -187,6 +188,18 @@ class Transaction:
             for mark in self.marks:
                 mark.keep(self.rows, 0)
             self.committed = 0
+
+    @contextlib.contextmanager
+    def _pinned(self):
+        """While the kept rows are re-run, rotating caches answer as they did when those rows were first fed."""
+        rotating = [mark.cache for mark in self.marks if isinstance(mark, Rewritten)]
+        try:
+            for cache in rotating:
+                pin(cache)
+            yield
+        finally:
+            for cache in rotating:
+                unpin(cache)
 
     def _announce(self, tokens, rows):
         if tokens is None or tokens.shape[-1] != rows:
@@ -230,6 +243,17 @@ def restore(cache, before):
     """Give a cache the attributes of a snapshot, which stays usable."""
     vars(cache).clear()
     vars(cache).update(copy.deepcopy(before))
+
+
+def pin(cache):
+    """Let a rotating cache that pins rows answer with `pinned_mask`, until `unpin`."""
+    if cache.keep:
+        cache.make_mask = functools.partial(pinned_mask, cache)
+
+
+def unpin(cache):
+    """Give a cache its own mask back."""
+    vars(cache).pop("make_mask", None)
 
 
 def pinned_mask(cache, N, window_size=None, return_array=False):

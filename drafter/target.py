@@ -20,7 +20,7 @@ from drafter import fingerprint, hybrid, packed, sources, steps, trial
 from drafter.watch import Reached, recording, returning, stopping, watched
 from kernels import backend, selfcheck
 from kernels.blas import cache_folder
-from kernels.errors import UserError
+from kernels.errors import UserError, compiler_fault
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -251,6 +251,8 @@ def load(name, *, dtype=None, revision=None):
     try:
         hidden_size, vocab_size = probe(model, backbone, location)
     except RuntimeError as error:  # MLX's own: an operation that this device does not know in this dtype
+        if fault := compiler_fault(error):
+            raise UserError(f"target {location.source}: {fault}") from error
         reason = " ".join(str(error).split())
         raise UserError(
             f"target {location.source}: MLX cannot run it in {dtype} here ({reason}); choose another dtype"
@@ -307,13 +309,16 @@ def cast(model, dtype):
 def load_tokenizer(location, config):
     """mlx-lm's wrapped tokenizer, its refusals put in one line."""
     try:
-        return mlx_lm.utils.load_tokenizer(location.folder, eos_token_ids=config.get("eos_token_id"))
+        tokenizer = mlx_lm.utils.load_tokenizer(location.folder, eos_token_ids=config.get("eos_token_id"))
+        if len(tokenizer.get_vocab()) <= len(tokenizer.added_tokens_decoder):  # transformers makes up an empty one
+            raise ValueError("it knows special tokens and no others")
     except Exception as error:  # the tokenizers library raises bare Exceptions
         reason = " ".join(str(error).split())[:300]
         raise UserError(
             f"target {location.source}: its tokenizer cannot be read ({reason}); copy tokenizer.json and"
             f" tokenizer_config.json to {location.folder} again"
         ) from error
+    return tokenizer
 
 
 def find_backbone(model, location):

@@ -86,13 +86,14 @@ def choose_blas(device):
     if "mlx.core" in sys.modules:
         return keep_stock("mlx was imported first", "call kernels.backend.load() before importing mlx"), ()
     blas, passed_over = open_blas()
-    return blas or keep_stock("no tuned library was found", REMEDY), passed_over
+    return blas or keep_stock("no tuned library was found", REMEDY, passed_over), passed_over
 
 
-def keep_stock(why, remedy):
-    """MLX's own BLAS, with one warning that says why and how to do better."""
+def keep_stock(why, remedy, passed_over=()):
+    """MLX's own BLAS, with one warning that says why, what was passed over, and how to do better."""
     logging.getLogger("foredraft").warning(
-        "warning: MLX's reference BLAS serves, tens of times slower than a tuned one: %s; %s", why, remedy
+        "warning: MLX's reference BLAS serves, tens of times slower than a tuned one: %s",
+        "; ".join((why, *passed_over, remedy)),
     )
     return Blas(STOCK, None, why)
 

@@ -220,8 +220,12 @@ def outer(rows, columns):
 
 def cache_folder():
     """The user's cache folder for downloads, conversions and the compiled shim (not created here)."""
-    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(os.environ.get("FOREDRAFT_CACHE") or pathlib.Path(base) / "foredraft")
+    if chosen := os.environ.get("FOREDRAFT_CACHE"):
+        return pathlib.Path(chosen).expanduser()
+    try:
+        return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "foredraft"
+    except RuntimeError:  # a container's user that no file names
+        raise UserError("no home folder is known for this user; set FOREDRAFT_CACHE to a writable folder") from None
 
 
 def build_shim(library, version):

@@ -44,6 +44,7 @@ USE, SLOW, WRONG, HANGS, UNBUILT = "use", "slow", "wrong", "hangs", "unbuilt"
 FOLDER = pathlib.Path(__file__).parent
 AROUND = {"errors", "blas", "backend", "verdicts"}  # modules that no kernel's result or speed depends on
 SCHEMA = "foredraft.verdicts/1"
+WORDS = ("kernel", "case", "verdict", "reason")  # what every entry of the file says
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,10 +247,13 @@ def read():
         content = json.loads(path().read_text())
         if content["schema"] != SCHEMA:
             raise ValueError(f"schema {content['schema']}; expected {SCHEMA}")
+        for name, entry in content["verdicts"].items():
+            if not all(isinstance(entry[word], str) for word in WORDS):
+                raise ValueError(f"{name}: expected words for {', '.join(WORDS)}")
         return content["verdicts"]
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         logging.getLogger("foredraft").warning(
             "warning: %s cannot be read (%s): kernels count as unmeasured", path(), error
         )

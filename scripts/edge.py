@@ -16,7 +16,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # a checkout runs without being installed, and its rooms come before anyone's namesakes
 
-from kernels.errors import UserError  # noqa: E402  (the path comes first)
+from kernels.errors import UserError, compiler_fault  # noqa: E402  (the path comes first)
 
 EXIT = {"done": 0, "failed": 1, "refused": 2, "interrupted": 130}
 
@@ -68,6 +68,10 @@ def run(main):
     except BrokenPipeError:  # whoever read the output has gone: there is nobody to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT["interrupted"])
+    except RuntimeError as error:
+        if not (fault := compiler_fault(error)):
+            raise
+        closing = refused(fault)
     except OSError as error:
         if error.errno not in REMEDY:
             raise

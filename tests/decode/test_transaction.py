@@ -332,6 +332,26 @@ def test_an_unknown_cache_reruns_the_kept_rows_and_says_so_once(model):
     assert fed == [ids(22, 4)[:2].tolist()]  # nothing is re-run when all rows or none stay
 
 
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_pinned_rows_stay_visible_to_rows_that_are_rerun(model, prompt):
+    class Other(RotatingKVCache):
+        """A kind the transaction has never heard of."""
+
+    kinds = (RotatingKVCache, Other, RotatingKVCache)
+    start, tokens = [kind(max_size=WINDOW, keep=4) for kind in kinds], ids(4, 5)
+    one_by_one(model, start, ids(3, prompt))
+    for n in range(6):
+        cache, oracle = copy.deepcopy(start), copy.deepcopy(start)
+        transaction = Transaction(cache, lambda kept, cache=cache: feed(model, cache, kept))
+        with pytest.warns(UserWarning, match="Other"):
+            transaction.begin(5, tokens)
+        feed(model, cache, tokens)
+        transaction.commit(n)
+        one_by_one(model, oracle, tokens[:n])
+        assert_same_caches(cache, oracle, FLOAT32)
+        assert all("make_mask" not in vars(entry) for entry in cache)
+
+
 def test_recurrent_state_is_restored_and_rerun():
     state = ArraysCache(1)
     state[0] = mx.array([1.0])
@@ -422,6 +442,58 @@ def test_a_list_of_caches_is_committed_member_by_member(model):
     for member in oracle:
         attention(rows[1][:, :3], cache=member)
     assert_same_caches(list(nested.caches), oracle, FLOAT32)
+
+
+@pytest.mark.parametrize("kind", ["concatenate", "rotating", "pinned", "qwen3_5"])
+def test_a_first_block_of_which_nothing_is_kept_leaves_the_caches_empty(model, hybrids, kind):
+    model = hybrids.get(kind, model)
+    cache = new_caches(model, kind)
+    transaction = Transaction(cache, None)
+    transaction.begin(3)
+    feed(model, cache, ids(1, 3))
+    transaction.commit(0)
+    assert all(entry.empty() for entry in cache if type(entry) is not KVCache)
+
+
+def test_what_was_restored_and_written_to_can_be_restored_again(model):
+    """A single kept row goes into the ring in place; the snapshot must not see it."""
+    cache = [RotatingKVCache(max_size=WINDOW) for _ in model.layers]
+    one_by_one(model, cache, ids(3, 17))
+    oracle, transaction = copy.deepcopy(cache), Transaction(cache, None)
+    transaction.begin(4)
+    feed(model, cache, ids(4, 4))
+    for n in (1, 0):
+        transaction.commit(n)
+    assert_same_caches(cache, oracle, 0.0)
+
+
+@pytest.mark.parametrize("keep", [0, 4])
+def test_rows_that_a_window_has_forgotten_cannot_be_kept_but_are_taken_back(model, keep):
+    """Fed one at a time, more rows than the ring holds overwrite each other."""
+    cache, tokens = [RotatingKVCache(max_size=WINDOW, keep=keep) for _ in model.layers], ids(4, WINDOW + 1)
+    one_by_one(model, cache, ids(3, 17))
+    oracle, transaction = copy.deepcopy(cache), Transaction(cache, None)
+    transaction.begin(len(tokens))
+    one_by_one(model, cache, tokens)
+    with pytest.raises(TransactionError, match=f"fed piecewise through a window of {WINDOW}"):
+        transaction.commit(5)
+    transaction.abort()
+    assert_same_caches(cache, oracle, 0.0)
+
+
+def test_a_model_whose_window_is_narrower_than_a_pinned_cache_gets_the_caches_own_mask(model):
+    cache = [RotatingKVCache(max_size=WINDOW, keep=4)]
+    cache[0].update_and_fetch(*[mx.zeros((1, 1, 7, 8))] * 2)
+    narrow, wide = (cache[0].make_mask(3, window_size=size, return_array=True) for size in (5, None))
+    Transaction(cache, None).begin(3)
+    assert mx.array_equal(cache[0].make_mask(3, window_size=5, return_array=True), narrow)
+    assert cache[0].make_mask(3, return_array=True).shape == wide.shape
+
+
+@pytest.mark.parametrize("tokens", [None, ids(1, 3), ids(1, 4).reshape(2, 2)[:, :1]])
+def test_an_unknown_cache_wants_the_ids_of_exactly_its_rows(tokens):
+    with pytest.raises(TransactionError, match=r"begin\(2\) over Strange needs the 2 token ids"):
+        Transaction([Strange()], None).begin(2, tokens)
 
 
 def test_commit_of_a_key_value_cache_touches_no_array(model):

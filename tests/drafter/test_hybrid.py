@@ -358,6 +358,74 @@ def test_rows_that_are_all_kept_are_not_replayed(model):
     assert all(one is other for one, other in zip(cache.cache, before, strict=True))
 
 
+def indebted(model, n=2):
+    """(a cache owed n rows of a tape, the state it stands for)."""
+    layer, x, cache, expected = recurrent(model), rows(7, 2, 5), RecurrentCache(2), RecurrentCache(2)
+    cache.arm()
+    layer(x, cache=cache)
+    cache.keep(n)
+    layer(x[:, :n], cache=expected)
+    assert cache.owed
+    return cache, expected
+
+
+def write(cache, seed):
+    """Other states, in place, as mlx-lm's own layers write them."""
+    cache[0], cache[1] = (mx.random.normal(value.shape, key=mx.random.key(seed)) for value in cache.cache)
+
+
+def assign(cache, seed):
+    """Other states, without a look at those that are there, of which S may be owed rows."""
+    cache.cache = [
+        mx.random.normal(value.shape, key=mx.random.key(seed)) for value in filled(RecurrentCache, 2, 1).cache
+    ]
+
+
+@pytest.mark.parametrize("change", [None, write, assign])
+def test_a_state_that_is_owed_rows_is_what_a_commit_of_none_comes_back_to(model, change):
+    made = model("qwen3_5")
+    hybrid.attach(made)
+    cache, expected = indebted(made)
+    cache.arm()
+    if change:
+        change(cache, 3)
+    cache.keep(0)
+    close_states(cache, expected)
+
+
+def test_a_state_written_in_place_while_armed_can_be_taken_back(model):
+    made = model("qwen3_5")
+    hybrid.attach(made)
+    cache, expected = RecurrentCache(2), RecurrentCache(2)
+    for each in (cache, expected):
+        recurrent(made)(rows(7, 2, 5), cache=each)
+    cache.arm()
+    write(cache, 3)
+    cache.keep(0)
+    close_states(cache, expected)
+
+
+@pytest.mark.parametrize("kept", [None, 0, 1, 3999])
+def test_of_a_prompt_no_more_than_its_end_stays_in_memory(model, kept):
+    """Its window has 4,003 rows of 416 channels: 6.7 MB, of which the convolution state is three rows."""
+    made = model("qwen3_5")
+    hybrid.attach(made)
+    cache = RecurrentCache(2)
+    if kept is not None:
+        cache.arm()
+    recurrent(made)(rows(7, 1, 4000), cache=cache)
+    if kept is not None:
+        cache.keep(kept)
+        cache.arm()  # lets go of the tape and its window
+        cache.keep(0)
+    mx.eval(*(value for value in cache.cache if value is not None))
+    held = mx.get_active_memory()
+    cache.held = [None if value is None else value + 0 for value in cache.cache]
+    mx.eval(*(value for value in cache.held if value is not None))
+    cache.before = None
+    assert held - mx.get_active_memory() < 1e6
+
+
 @pytest.mark.parametrize(("padding", "lengths"), [([0, 8, 10], None), (None, [14, 3, 9])])
 def test_keep_minds_padding_and_lengths_row_by_row(model, padding, lengths):
     made = model("qwen3_5")

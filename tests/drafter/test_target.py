@@ -525,10 +525,13 @@ def test_a_damaged_file_is_refused_by_name(base, tmp_path, file, content, named)
     assert named in refusal(copy)
 
 
-def test_a_folder_without_a_tokenizer_is_refused(base, tmp_path):
-    copy = shutil.copytree(tiny.folder("llama", base), tmp_path / "copy")
-    (copy / "tokenizer.json").unlink()
-    (copy / "tokenizer_config.json").unlink()
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("files", [["tokenizer.json"], ["tokenizer.json", "tokenizer_config.json"]])
+def test_a_folder_without_a_tokenizer_is_refused(base, tmp_path, kind, files):
+    """Without its words, too: for some kinds transformers then makes up a tokenizer that reads every text as empty."""
+    copy = shutil.copytree(tiny.folder(kind, base), tmp_path / "copy")
+    for file in files:
+        (copy / file).unlink()
     assert "its tokenizer cannot be read" in refusal(copy)
 
 

@@ -67,8 +67,13 @@ def test_load_puts_its_library_in_front_before_mlx_and_says_which():
     [
         ("import mlx.core", ("mlx was imported first", "call kernels.backend.load() before importing mlx")),
         ("from kernels import blas; blas.SOURCES = ()", ("no tuned library", "pip install scipy-openblas32")),
+        (
+            "from kernels import blas\ndef source(): raise blas.Unusable('its shim cannot be written')\n"
+            "blas.SOURCES = (source,)",
+            ("no tuned library was found; its shim cannot be written;", "pip install scipy-openblas32"),
+        ),
     ],
-    ids=["mlx first", "none found"],
+    ids=["mlx first", "none found", "passed over"],
 )
 def test_the_stock_blas_is_warned_of_once_with_the_remedy(before, words):
     after = "from kernels import backend; [backend.load() for _ in range(3)]; found = backend.load()"

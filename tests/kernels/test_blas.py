@@ -264,3 +264,18 @@ def test_the_cache_folder_follows_its_variables(monkeypatch):
     assert blas.cache_folder() == pathlib.Path("/x/foredraft")
     monkeypatch.setenv("FOREDRAFT_CACHE", "/y")
     assert blas.cache_folder() == pathlib.Path("/y")
+    monkeypatch.setenv("FOREDRAFT_CACHE", "~/z")
+    assert blas.cache_folder() == pathlib.Path.home() / "z"
+
+
+def test_without_a_home_folder_the_variable_decides_or_is_asked_for(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(pathlib.Path, "home", homeless)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("FOREDRAFT_CACHE", "/y")
+    assert blas.cache_folder() == pathlib.Path("/y")
+    monkeypatch.delenv("FOREDRAFT_CACHE")
+    with pytest.raises(UserError, match="set FOREDRAFT_CACHE"):
+        blas.cache_folder()

@@ -4,6 +4,7 @@ R rows, T tokens, C channels, K width, all different.
 """
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from builds import BUILD
@@ -68,6 +69,27 @@ def test_a_prompt_on_a_cpu_reads_the_same_taps(rows, tokens, channels, width):
     np.testing.assert_allclose(numbers(y), expected, atol=3e-6, rtol=0)
 
 
+def test_documents_of_a_packed_prompt_stay_apart():
+    """The passes of a prompt on a CPU know no documents."""
+    generator, documents = np.random.default_rng(5), np.repeat([[3, 1, 2], [4, 4, 7]], 30, axis=1)
+    shapes = (R, documents.shape[1], C), (C, K), (R, K - 1, C)
+    arrays = {name: generator.normal(size=shape) for name, shape in zip(("x", "weight", "state"), shapes)}
+    _, expected = causal_conv_loop(*arrays.values(), documents)
+    np.testing.assert_allclose(numbers(run(arrays, documents)[0]), expected, atol=3e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_the_sum_is_rounded_before_silu_as_mlx_does(dtype):
+    """To the bit on a CPU; without that rounding two outputs of five differ."""
+    keys = mx.random.split(mx.random.key(3), 3)
+    x, weight, state = (
+        mx.random.normal(shape, key=key).astype(dtype)
+        for shape, key in zip(((2, 40, 16), (16, K, 1), (2, 3, 16)), keys)
+    )
+    stock = nn.silu(mx.conv1d(mx.concatenate([state, x], axis=1), weight, groups=16))
+    assert mx.mean(causal_conv.plain(x, weight, state)[0] != stock).item() < 0.02
+
+
 def test_gradients_of_a_prompt_are_those_of_plain_operations():
     """The passes of a prompt on a CPU have none, so whoever wants them must not get those."""
     x, weight = mx.random.normal((1, 70, 5)), mx.random.normal((5, K, 1))
@@ -123,6 +145,15 @@ def test_the_state_at_any_position_goes_on_as_the_packed_row_does():
         x = mx.array(arrays["x"][r, at : at + stays], mx.float32)[None]
         y, _ = causal_conv.causal_conv(x, weight, states[r, i][None])
         np.testing.assert_array_equal(numbers(y)[0], numbers(whole)[r, at : at + stays])
+
+
+def test_the_state_after_the_last_token_is_of_its_document():
+    documents = mx.array([[4] * (T - 1) + [5], [4] * T])
+    _, window = run(drawn(), documents)
+    found = numbers(causal_conv.state_after(window, mx.array([[T], [T]]), K, documents))[:, 0]
+    expected = numbers(window)[:, -(K - 1) :]
+    expected[0, :-1] = 0  # of the other document
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("name", ["x", "weight", "state"])

@@ -90,7 +90,31 @@ def test_processes_that_record_at_once_lose_nothing(tmp_path):
     assert {path.name for path in verdicts.path().parent.iterdir()} == {"verdicts.json", "verdicts.lock"}
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"schema": "another/9", "verdicts": {}}', '{"verdicts": 3}'])
+def holding(verdicts):
+    """The file's text with these verdicts, as JSON."""
+    return '{"schema": "foredraft.verdicts/1", "verdicts": ' + verdicts + "}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"schema": "another/9", "verdicts": {}}',
+        '{"verdicts": 3}',
+        *map(
+            holding,
+            [
+                "3",
+                "null",
+                "[]",
+                '{"a": 1}',
+                '{"a": {}}',
+                '{"a": {"kernel": 3, "case": "c", "verdict": "use", "reason": "r"}}',
+            ],
+        ),
+    ],
+)
 def test_a_damaged_file_is_said_to_be_and_counts_as_empty(text, caplog):
     verdicts.path().parent.mkdir(parents=True)
     verdicts.path().write_text(text)

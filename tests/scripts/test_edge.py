@@ -84,6 +84,30 @@ def test_a_defect_of_ours_keeps_its_traceback(monkeypatch, error):
         edge.run(raising(error))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="g++ compiles MLX's passes on a Linux CPU")
+@pytest.mark.parametrize("fault", ["compiler", "folder"])
+def test_a_pass_that_cannot_be_compiled_is_one_line_with_the_remedy(tmp_path, fault):
+    """A g++ that is there and does not work, and a temporary folder that is none; each where nothing was compiled."""
+    (tmp_path / "g++").write_text('#!/bin/sh\n[ "$1" = --version ] || { echo "g++: error: no cc1plus" >&2; exit 1; }\n')
+    (tmp_path / "g++").chmod(0o755)
+    code = (
+        "import edge, mlx.core as mx\nmx.set_default_device(mx.cpu)\n"
+        "edge.run(lambda argv: mx.eval(mx.compile(lambda x: mx.exp(x) * x)(mx.ones(3))))"
+    )
+    around = {"PATH": f"{tmp_path}:{os.environ['PATH']}"} if fault == "compiler" else {"TMPDIR": str(tmp_path / "none")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=pathlib.Path(edge.__file__).parent,
+        env={**os.environ, "TMPDIR": str(tmp_path), **around},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert ("no cc1plus" if fault == "compiler" else "temp_directory_path") in done.stderr
+    assert "name another folder in TMPDIR" in done.stderr
+
+
 def parser():
     """A parser with an option of its own and one in a sub-command."""
     top = edge.Parser(prog="spec_decode.py")
