@@ -254,6 +254,7 @@ def cost(options, argv):
 
     survival = options.survival_of and widest_survival(options.survival_of)
     target = open_target(options)
+    refuse_too_long(target, options)
     drafter, identity = open_priced(target, options)
     asked = {name: str(value) if isinstance(value, pathlib.Path) else value for name, value in vars(options).items()}
     asked = {name: value for name, value in asked.items() if name not in ("command", "out")}
@@ -268,6 +269,16 @@ def cost(options, argv):
     manifest.write_json(out, header | {"cost": found})
     figures = {"status": "done", "out": str(out), **found["headline"], "floor_ms": found["floor_ms"]}
     return figures | ({"best": found["model"]["best"]} if survival else {})
+
+
+def refuse_too_long(target, options):
+    """Raise UserError where rows, contexts or prefills do not fit in the target's context."""
+    longest = max(max(options.contexts) + max(options.widths), *options.prefills)
+    if target.max_length and longest > target.max_length:
+        raise UserError(
+            f"--contexts {max(options.contexts)} with --widths {max(options.widths)}, or --prefills "
+            f"{max(options.prefills)}, exceed the context of {target.max_length} of {options.target}; lower them"
+        )
 
 
 def open_priced(target, options):

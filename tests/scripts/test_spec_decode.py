@@ -374,6 +374,14 @@ def test_cost_prints_its_ratios_and_writes_every_part(command, target, tmp_path,
     assert "mlx_lm W=2" in shown and "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    "plan", [("--contexts", "8,999999"), ("--prefills", "999999"), ("--contexts", "8", "--widths", "5,999999")]
+)
+def test_cost_refuses_rows_that_the_target_has_no_context_for(command, target, plan):
+    code, closing, _, _ = command("cost", "--target", target, "--dtype", "float32", *plan)
+    assert code == 2 and "999999" in closing["error"] and "exceed the context of" in closing["error"]
+
+
 def test_cost_foretells_the_best_block_size_of_a_sweep(command, target, trained, asked, tmp_path, monkeypatch):
     from decode.lab import cost
 
