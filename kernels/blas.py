@@ -30,19 +30,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 SYMBOLS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # all that libmlx.so imports of CBLAS (read with nm -D)
 SECONDS = 120  # assumed: far beyond what building the shim or trying a library takes
 
-SHIM = """\
-/* CBLAS under its plain names, forwarded to the prefixed ones of PyPI's scipy-openblas32. */
-#define FORWARD(type, scalar) \\
-  void scipy_cblas_##type##gemm(int, int, int, int, int, int, scalar, const void *, int, const void *, int, scalar, \\
-                                void *, int); \\
-  void cblas_##type##gemm(int order, int ta, int tb, int m, int n, int k, scalar alpha, const void *a, int lda, \\
-                          const void *b, int ldb, scalar beta, void *c, int ldc) { \\
-    scipy_cblas_##type##gemm(order, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc); \\
-  }
-FORWARD(s, float)
-FORWARD(d, double)
-FORWARD(c, const void *)
-"""
+SHIM = pathlib.Path(__file__).with_name("cblas.c")
+FULL = ("-O3", "-march=native", "-fopenmp", "-DFEW_ROWS")  # products of few rows too; the compiler may not know these
+PLAIN = ("-O2",)  # forwards only
 
 PROBE = "import sys; sys.path.insert(0, sys.argv[1]); from kernels import blas; sys.exit(blas.fault(sys.argv[2]))"
 
@@ -125,7 +115,9 @@ def pypi_openblas():
     if not library.is_file():
         raise Unusable(f"{library}: missing from scipy-openblas32")
     version = importlib.metadata.version("scipy-openblas32")
-    yield Blas("OpenBLAS", str(build_shim(library, version)), f"scipy-openblas32 {version} through a compiled shim")
+    path = build_shim(library, version)
+    few = " with products of few rows of its own" if b"scipy_openblas_get_num_threads" in path.read_bytes() else ""
+    yield Blas("OpenBLAS", str(path), f"scipy-openblas32 {version} through a compiled shim{few}")
 
 
 SOURCES = (explicit, mkl, system_openblas, pypi_openblas)
@@ -184,8 +176,12 @@ def fault(path):
         return f"exports no {', '.join(missing)}"
     if "USE64BITINT" in (openblas_config(library) or ""):
         return "is built for 64-bit indices; MLX passes 32-bit ones"
-    # One row, as in decoding, and a size that OpenBLAS spreads over threads; both with odd edges.
-    wrong = [shape for shape in ((1, 33, 70), (65, 97, 145)) if not product_is_right(library.cblas_sgemm, *shape)]
+    # One row and few, as in decoding, and a size that OpenBLAS spreads over threads; all with odd edges.
+    wrong = [
+        shape
+        for shape in ((1, 33, 70), (7, 97, 145), (65, 97, 145))
+        if not product_is_right(library.cblas_sgemm, *shape)
+    ]
     return f"computes a wrong float32 product at M, N, K = {wrong[0]}" if wrong else None
 
 
@@ -231,9 +227,11 @@ def cache_folder():
 def build_shim(library, version):
     """Compile SHIM against `library` once; later calls find it in the cache. Returns its path, raises Unusable.
 
-    The name carries a digest of all that decides the result: source, OpenBLAS's version, and the path in its rpath.
+    The name carries a digest of all that decides the result: source, flags, this processor, which the code is made
+    for, OpenBLAS's version, and the path in its rpath.
     """
-    key = hashlib.sha256("\0".join((SHIM, version, str(library))).encode()).hexdigest()[:16]
+    decides = (SHIM.read_text(), *FULL, processor(), version, str(library))
+    key = hashlib.sha256("\0".join(decides).encode()).hexdigest()[:16]
     shim = cache_folder() / f"cblas-{key}.so"
     if shim.exists():
         return shim
@@ -248,14 +246,25 @@ def build_shim(library, version):
 
 
 def compile_shim(library, out):
-    """Compile SHIM to `out`, linked to `library` where it lies. Raises Unusable."""
+    """Compile SHIM to `out`, linked to `library` where it lies, whole or else forwarding only. Raises Unusable."""
     compiler = find_compiler()
     if compiler is None:
         raise Unusable("scipy-openblas32: no C compiler (cc, gcc or clang, or CC) to build its shim")
     link = [str(library), f"-Wl,-rpath,{library.parent}", "-o", str(out)]
-    done = run([compiler, "-shared", "-fPIC", "-O2", "-x", "c", "-", "-x", "none", *link], SHIM)
-    if done.returncode:
-        raise Unusable(f"scipy-openblas32: {compiler} failed on its shim: {' '.join(done.stderr.split())[-300:]}")
+    for flags in (FULL, PLAIN):
+        done = run([compiler, "-shared", "-fPIC", *flags, str(SHIM), *link])
+        if done.returncode == 0:
+            return
+    raise Unusable(f"scipy-openblas32: {compiler} failed on its shim: {' '.join(done.stderr.split())[-300:]}")
+
+
+def processor():
+    """What the kernel says this processor can do; another one may not run what is compiled for it."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
 def find_compiler():

@@ -225,6 +225,89 @@ def test_the_shim_multiplies_in_each_type(cache, openblas, name, dtype):
     np.testing.assert_array_equal(product(getattr(library, name), dtype, left, right), want)
 
 
+@pytest.fixture
+def shim(cache, openblas):
+    """The whole shim, loaded."""
+    if blas.find_compiler() is None:
+        pytest.skip("no C compiler")
+    return ctypes.CDLL(str(blas.build_shim(openblas, "1")))
+
+
+def sgemm(library, left, right, *, alpha=1, beta=0, apart=0):
+    """alpha · left [M,K] · right [N,K]ᵀ + beta · 7, each row `apart` numbers further than it is long."""
+    (M, K), N = left.shape, len(right)
+    spread = [np.pad(value, [(0, 0), (0, apart)], constant_values=np.nan) for value in (left, right)]
+    out = np.full((M, N + apart), 7, np.float32)
+    pointers = [ctypes.c_void_p(value.ctypes.data) for value in (*spread, out)]
+    scalars = ctypes.c_float(alpha), ctypes.c_float(beta)
+    a, b, c = pointers
+    library.cblas_sgemm(101, 111, 112, M, N, K, scalars[0], a, K + apart, b, K + apart, scalars[1], c, N + apart)
+    assert (out[:, N:] == 7).all(), "written beside the product"
+    return out[:, :N]
+
+
+@LINUX
+@pytest.mark.parametrize("K", [1, 15, 16, 70, 576])
+@pytest.mark.parametrize("N", [3, 4, 5, 97, 260])
+def test_few_rows_are_multiplied_as_in_float64(shim, N, K):
+    rng = np.random.default_rng(N * K)
+    right = rng.normal(size=(N, K)).astype(np.float32)
+    for M in (1, 2, 3, 4, 5, 11, 16, 17):
+        left = rng.normal(size=(M, K)).astype(np.float32)
+        want = left.astype(np.float64) @ right.astype(np.float64).T
+        for apart in (0, 3):
+            assert np.abs(sgemm(shim, left, right, apart=apart) - want).max() < 3e-6 * K**0.5
+
+
+@LINUX
+def test_a_scaled_or_added_product_of_few_rows_is_forwarded(shim):
+    rng = np.random.default_rng(2)
+    left, right = (rng.normal(size=shape).astype(np.float32) for shape in ((3, 33), (21, 33)))
+    want = left.astype(np.float64) @ right.astype(np.float64).T
+    np.testing.assert_allclose(sgemm(shim, left, right, alpha=2), 2 * want, atol=1e-5)
+    np.testing.assert_allclose(sgemm(shim, left, right, beta=0.5), want + 3.5, atol=1e-5)
+
+
+@LINUX
+@pytest.mark.parametrize("K", [64, 70, 576])
+def test_a_row_is_the_same_bits_however_many_are_multiplied_with_it(shim, K):
+    if b"GOMP" not in pathlib.Path(shim._name).read_bytes():
+        pytest.skip("this compiler made a shim that only forwards")
+    rng = np.random.default_rng(K)
+    left, right = (rng.normal(size=(rows, K)).astype(np.float32) for rows in (16, 1030))
+    whole = sgemm(shim, left, right)
+    for M in range(1, 16):
+        np.testing.assert_array_equal(sgemm(shim, left[:M], right), whole[:M])
+        np.testing.assert_array_equal(sgemm(shim, left[M : M + 1], right), whole[M : M + 1])
+
+
+@LINUX
+def test_numbers_that_are_none_stay_in_their_row(shim):
+    left = np.ones((3, 40), np.float32)
+    left[1, 5], right = np.nan, np.ones((9, 40), np.float32)
+    found = sgemm(shim, left, right)
+    assert np.isnan(found[1]).all() and (found[[0, 2]] == 40).all()
+
+
+@LINUX
+def test_a_compiler_that_cannot_do_few_rows_makes_a_shim_that_forwards(cache, openblas, monkeypatch):
+    if blas.find_compiler() is None:
+        pytest.skip("no C compiler")
+    monkeypatch.setattr(blas, "FULL", ("-fno-such-option", "-DFEW_ROWS"))
+    path = blas.build_shim(openblas, "1")
+    assert b"GOMP" not in path.read_bytes()
+    ones = np.ones((2, 5), np.float32)
+    assert (sgemm(ctypes.CDLL(str(path)), ones, ones) == 5).all()
+
+
+@LINUX
+def test_another_processor_gets_a_shim_of_its_own(cache, openblas, monkeypatch):
+    monkeypatch.setattr(blas, "compile_shim", lambda library, out: out.write_bytes(b"made"))
+    first = blas.build_shim(openblas, "1")
+    monkeypatch.setattr(blas, "processor", lambda: "flags: another")
+    assert blas.build_shim(openblas, "1") != first
+
+
 @LINUX
 def test_the_shim_is_compiled_once_and_again_for_another_version(cache, openblas, monkeypatch):
     compiled = []
@@ -236,8 +319,9 @@ def test_the_shim_is_compiled_once_and_again_for_another_version(cache, openblas
     assert sorted(path.read_bytes() for path in cache.iterdir()) == [b"made"] * 2, "nothing temporary may stay behind"
 
 
-def test_a_failed_compilation_leaves_nothing(cache, openblas, monkeypatch):
-    monkeypatch.setattr(blas, "SHIM", "this is no C")
+def test_a_failed_compilation_leaves_nothing(cache, openblas, tmp_path, monkeypatch):
+    (tmp_path / "no.c").write_text("this is no C")
+    monkeypatch.setattr(blas, "SHIM", tmp_path / "no.c")
     if blas.find_compiler() is None:
         pytest.skip("no C compiler")
     with pytest.raises(blas.Unusable, match="failed on its shim"):
