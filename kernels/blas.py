@@ -97,15 +97,6 @@ def mkl():
         yield Blas("MKL", path, "an installed MKL")
 
 
-def system_openblas():
-    """The system's OpenBLAS. Only libraries of that name: `libblas.so.3` may be the reference BLAS again."""
-    found = ctypes.util.find_library("openblas")
-    if found:
-        yield Blas("OpenBLAS", found, "the system's OpenBLAS")
-    for path in libraries(("/usr", "/usr/local", "/opt/OpenBLAS"), "libopenblas*.so*"):
-        yield Blas("OpenBLAS", path, "the system's OpenBLAS")
-
-
 def pypi_openblas():
     """PyPI's scipy-openblas32 through a shim that gives its prefixed symbols their plain names."""
     spec = importlib.util.find_spec("scipy_openblas32")
@@ -120,7 +111,16 @@ def pypi_openblas():
     yield Blas("OpenBLAS", str(path), f"scipy-openblas32 {version} through a compiled shim{few}")
 
 
-SOURCES = (explicit, mkl, system_openblas, pypi_openblas)
+def system_openblas():
+    """The system's OpenBLAS. Only libraries of that name: `libblas.so.3` may be the reference BLAS again."""
+    found = ctypes.util.find_library("openblas")
+    if found:
+        yield Blas("OpenBLAS", found, "the system's OpenBLAS")
+    for path in libraries(("/usr", "/usr/local", "/opt/OpenBLAS"), "libopenblas*.so*"):
+        yield Blas("OpenBLAS", path, "the system's OpenBLAS")
+
+
+SOURCES = (explicit, mkl, pypi_openblas, system_openblas)  # an OpenBLAS without the shim's products of few rows last
 
 
 def libraries(prefixes, pattern):

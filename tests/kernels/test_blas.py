@@ -134,8 +134,8 @@ def test_a_file_that_is_no_library_is_refused(tmp_path):
 # --- the order
 
 
-def test_the_order_is_explicit_mkl_system_pypi():
-    assert [source.__name__ for source in blas.SOURCES] == ["explicit", "mkl", "system_openblas", "pypi_openblas"]
+def test_the_order_is_explicit_mkl_pypi_system():
+    assert [source.__name__ for source in blas.SOURCES] == ["explicit", "mkl", "pypi_openblas", "system_openblas"]
 
 
 def test_the_first_that_serves_is_taken_and_the_others_before_it_say_why(monkeypatch):
