@@ -39,6 +39,7 @@ WORDS = {
 ROW = {
     "arm": str,
     "prompt": str,
+    "category": Maybe(str),
     "repeat": int,
     "tokens": [int],
     "seconds": float,

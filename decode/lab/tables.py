@@ -110,8 +110,8 @@ def notes(result, arms):
 
 def categories(result):
     """The main figures by the prompts' category, or their set where there are several: of those with prompts enough."""
-    rows, groups = [], statistics.group(result["rows"], "category")
-    whole = len(groups) == 1 or experiment.parts_of(result["arms"]) != [None]
+    rows, groups = [], statistics.group([row for row in result["rows"] if row.get("category")], "category")
+    whole = len(groups) < 2 or experiment.parts_of(result["arms"]) != [None]
     for name, some in () if whole else groups.items():
         if len({row["prompt"] for row in some}) >= statistics.FEWEST_PROMPTS:
             arms = statistics.summarise(some, result["arms"], experiment.headline(result))

@@ -39,7 +39,7 @@ def step(known, monkeypatch):
 
 def test_the_distance_of_a_right_step_is_of_rounding(known, step):
     error, mine, theirs = trial.measure(known, step)
-    assert 0 < error < 1e-5 and mine > 0 and theirs > 0
+    assert error < 1e-5 and mine > 0 and theirs > 0  # 0 where both go through products of few rows
 
 
 @pytest.mark.parametrize(("seconds", "verdict"), [((0.1, 0.2), "use"), ((0.2, 0.1), "slow"), ((0.1, 0.1), "use")])

@@ -515,7 +515,7 @@ def test_metal_attributes_are_in_the_body_where_mlx_looks_for_them(made):
 
 def test_the_prologues_are_packaged():
     project = tomllib.loads((pathlib.Path(portable.__file__).parent.parent / "pyproject.toml").read_text())
-    assert project["tool"]["setuptools"]["package-data"]["kernels"] == ["prologue/*.h"]
+    assert "prologue/*.h" in project["tool"]["setuptools"]["package-data"]["kernels"]
 
 
 def test_the_digest_covers_body_header_and_names():
