@@ -10,8 +10,9 @@ from decode.lab import experiment, record, report
 from kernels.errors import UserError
 
 ROW = {
-    "arm": "mlx_lm", "prompt": "p", "category": "own", "repeat": 0, "tokens": [3, 4, 5], "seconds": 1.5, "proposed_per_cycle": [2],
-    "accepted_per_cycle": [1], "committed_per_cycle": [2], "loop_fraction": 0.0, "disturbed": [], "redecided": 1,
+    "arm": "mlx_lm", "prompt": "p", "category": "own", "repeat": 0, "tokens": [3, 4, 5], "seconds": 1.5,
+    "proposed_per_cycle": [2], "accepted_per_cycle": [1], "committed_per_cycle": [2], "loop_fraction": 0.0,
+    "disturbed": [], "redecided": 1,
 }  # fmt: skip
 RESULT = {
     "schema": experiment.SCHEMA,
